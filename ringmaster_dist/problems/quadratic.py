@@ -1,0 +1,58 @@
+"""The paper's stochastic quadratic: Nesterov's worst-case tridiagonal function.
+
+    f(x) = x'Ax/2 - b'x,   A = tridiag(-1, 2, -1)/4,   b = -e_1/4,   x_0 = sqrt(d) e_1
+
+The oracle adds one Gaussian number to every coordinate of the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from ringmaster_dist import randomness
+from ringmaster_dist.algorithm.layout import Layout, Parameter
+
+_STENCIL = np.array([-0.25, 0.5, -0.25])
+
+
+class Quadratic:
+    objective = "gap"
+    dtype = torch.float64
+
+    def __init__(self, dim: int = 1729, noise: float = 0.01) -> None:
+        self.dim = dim
+        self.noise = noise
+        self.parameters = [Parameter("x", (dim,), "matrix")]
+        # A x = b is solved by the straight line from -1 at index -1 to 0 at index d.
+        self._minimizer = np.arange(1, dim + 1) / (dim + 1) - 1.0
+
+    def initial(self, layout: Layout, seed: int) -> torch.Tensor:
+        start = torch.zeros(self.dim, dtype=self.dtype)
+        start[0] = math.sqrt(self.dim)
+        return start
+
+    def gradient(
+        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int
+    ) -> tuple[torch.Tensor, float]:
+        x = iterate.numpy()
+        slope = np.convolve(x, _STENCIL, "same") if self.dim > 2 else self._short(x)
+        slope[0] += 0.25
+        loss = 0.5 * float(x.dot(slope)) + 0.125 * float(x[0])
+        if self.noise:
+            key = randomness.worker_key(seed, randomness.STREAM_NOISE, worker_id)
+            slope += self.noise * randomness.normal(key, sequence)
+        return torch.from_numpy(slope), loss
+
+    @staticmethod
+    def _short(x: np.ndarray) -> np.ndarray:
+        """``A x`` where the stencil is longer than the vector."""
+        return np.asarray(0.5 * x - 0.25 * x[::-1] if len(x) == 2 else 0.5 * x)
+
+    def evaluate(self, iterate: torch.Tensor) -> dict[str, float]:
+        """``f(x) - f*`` as ``e'Ae/2`` of the error e: a sum of squares, so never negative by rounding."""
+        error = iterate.numpy() - self._minimizer
+        steps = np.diff(error, prepend=0.0, append=0.0)
+        return {"gap": 0.125 * float(steps.dot(steps))}

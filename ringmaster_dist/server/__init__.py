@@ -1,0 +1,1 @@
+"""The server: the core that decides and updates."""

@@ -1,0 +1,1 @@
+"""The virtual clock: thousands of simulated workers around the real server core."""

@@ -1,0 +1,120 @@
+"""When a simulated gradient is finished.
+
+A gradient of worker i is ``base_i * (1 + jitter * |z|)`` seconds of work, with z drawn for its (worker,
+sequence). Work is done at rate 1, or at a rate that changes with time and may be zero for a while.
+
+`earliest` bounds `finish` from below for many workers at a fraction of its cost; the arrival queue asks for the
+exact time only of those that can be next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringmaster_dist import randomness
+from ringmaster_dist.profiles import jittered_seconds
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# The tangent, a hair lower: rounding can then never lift a bound above the time it bounds.
+_SLOPE = randomness.HALF_NORMAL_SLOPE * (1.0 - 1e-9)
+
+
+class Phase(NamedTuple):
+    """From ``start_seconds`` on, ``workers`` (None: all) compute at ``rate`` times their usual speed."""
+
+    start_seconds: float
+    rate: float
+    workers: Sequence[int] | None = None
+
+
+class Rates:
+    """Piecewise-constant rates: ``factors[s, i]`` is worker i's rate from ``times[s]`` to ``times[s + 1]``."""
+
+    def __init__(self, times: Floats, factors: Floats) -> None:
+        if times[0] != 0.0 or (np.diff(times) <= 0).any():
+            raise ValueError(f"rates need increasing times that begin at 0, not {times.tolist()}")
+        if not np.isfinite(factors).all() or (factors < 0).any():
+            raise ValueError("rates must be finite and not negative")
+        self.times = times
+        self.factors = factors
+
+    @classmethod
+    def from_phases(cls, phases: Sequence[Phase], num_workers: int) -> Rates:
+        times = np.array(sorted({0.0, *(phase.start_seconds for phase in phases)}))
+        factors = np.ones((len(times), num_workers))
+        for phase in sorted(phases, key=lambda p: p.start_seconds):  # a later phase overrides an earlier one
+            workers = slice(None) if phase.workers is None else list(phase.workers)
+            factors[np.searchsorted(times, phase.start_seconds) :, workers] = phase.rate
+        return cls(times, factors)
+
+    @classmethod
+    def from_callable(
+        cls, rate: Callable[[int, float], float], num_workers: int, horizon_seconds: float, step_seconds: float
+    ) -> Rates:
+        """``rate(worker, time)`` held constant over steps, at its value in each step's middle, to the horizon."""
+        times = np.arange(0.0, horizon_seconds, step_seconds)
+        table = [[rate(worker, time + step_seconds / 2) for worker in range(num_workers)] for time in times]
+        return cls(times, np.array(table, dtype=np.float64))
+
+    def finish(self, start: float, work: Floats, workers: Ints) -> Floats:
+        """When this much work, begun at ``start``, is done; infinity if it never is."""
+        finish = np.full(len(work), np.inf)
+        pending = np.arange(len(work))
+        remaining = work
+        time = start
+        for segment in range(int(np.searchsorted(self.times, start, "right")) - 1, len(self.times)):
+            end = self.times[segment + 1] if segment + 1 < len(self.times) else np.inf
+            rate = self.factors[segment, workers[pending]]
+            with np.errstate(divide="ignore"):
+                done_at = time + remaining / rate
+            done = done_at <= end
+            finish[pending[done]] = done_at[done]
+            pending, remaining, rate = pending[~done], remaining[~done], rate[~done]
+            if len(pending) == 0 or end == np.inf:
+                break
+            remaining = np.maximum(remaining - (end - time) * rate, 0.0)
+            time = end
+        return finish
+
+
+class Speeds:
+    """The virtual cluster: base times, jitter, and optionally rates that change."""
+
+    def __init__(
+        self,
+        base_seconds: Sequence[float] | Floats,
+        *,
+        jitter: float = 0.0,
+        seed: int = 0,
+        rates: Rates | None = None,
+    ) -> None:
+        self.base: Floats = np.asarray(base_seconds, dtype=np.float64)
+        if self.base.size == 0 or not np.isfinite(self.base).all() or (self.base <= 0).any():
+            raise ValueError("every worker needs a positive, finite time per gradient")
+        self.num_workers = self.base.size
+        self.jitter = jitter
+        self.rates = rates
+        self.keys = randomness.worker_keys(seed, randomness.STREAM_JITTER, self.num_workers)
+
+    def finish(self, worker: int, sequence: int, start: float) -> float:
+        """When the worker's ``sequence``-th gradient, begun at ``start``, is finished."""
+        work = jittered_seconds(float(self.base[worker]), self.jitter, int(self.keys[worker]), sequence)
+        if self.rates is None:
+            return start + work
+        return float(self.rates.finish(start, np.array([work]), np.array([worker]))[0])
+
+    def earliest(self, workers: Ints, sequences: Ints, start: float) -> Floats:
+        """A lower bound on `finish` for each worker; exact where there is no jitter."""
+        work: Floats = self.base[workers]
+        if self.jitter:
+            luck = 1.0 - randomness.units_of_many(self.keys[workers], sequences)
+            luck *= self.jitter * _SLOPE
+            luck += 1.0
+            work = np.multiply(work, luck, out=luck)
+        return work + start if self.rates is None else self.rates.finish(start, work, workers)
