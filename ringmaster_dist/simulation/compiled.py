@@ -45,6 +45,7 @@ class CompiledSimulator:
         seed: int = 0,
         interrupt: bool = True,
         observer: Observer | None = None,
+        record_arrivals: bool = True,
         sample_seconds: float = math.inf,
         sample_updates: float = math.inf,
     ) -> None:
@@ -61,13 +62,12 @@ class CompiledSimulator:
             core.join()
         self._rules = _rules(core, problem, speeds, interrupt)
         self._state = _state(core, problem, speeds, seed, self._rules)
-        num_records = 0 if observer is None else _RECORDS
+        num_records = _RECORDS if observer is not None and record_arrivals else 0
         self._whole = np.empty((num_records, 5), dtype=np.int64)
         self._reals = np.empty((num_records, 3))
+        self._planned = range(0)
         s = self._state
-        for worker in range(speeds.num_workers):
-            lane.begin(s.workers, s.slots, s.times, s.heap, s.counters, 0.0, self._rules.jitter, worker, False)
-        lane.heapify(s.workers, s.times, s.heap)
+        lane.begin_all(s.workers, s.slots, s.times, s.heap, s.counters, self._rules.jitter)
 
     @property
     def now(self) -> float:
@@ -105,16 +105,10 @@ class CompiledSimulator:
 
     def _play(self, version: int, num_updates: int, until: float) -> int:
         """One call of the lane, with room made for it, and its records passed on."""
-        method = self.core.method
-        versions = range(version, version + num_updates + 1)
-        if isinstance(method.schedule, Constant):
-            etas = np.full(num_updates, method.schedule.eta_value)
-            alphas = np.full(num_updates, method.schedule.alpha_value)
-            thresholds = np.full(num_updates + 1, float(method.threshold(version)))
-        else:
-            etas = np.array([method.schedule.eta(k) for k in versions[:-1]])
-            alphas = np.array([method.alpha(k) for k in versions[:-1]])
-            thresholds = np.array([method.threshold(k) for k in versions], dtype=np.float64)
+        if version + num_updates > self._planned.stop or version < self._planned.start:
+            self._plan(version)
+        low, high = version - self._planned.start, version - self._planned.start + num_updates
+        etas, alphas, thresholds = self._etas[low:high], self._alphas[low:high], self._thresholds[low : high + 1]
         if self._rules.bounded:
             self._state = _with_recent(self._state, int(thresholds.max()) + 2)
         why, num_records = lane.advance(
@@ -122,15 +116,29 @@ class CompiledSimulator:
         )
         if why == lane.SLOTS_FULL:
             self._state = _with_more_slots(self._state)
-        if self._observer is not None:
+        if num_records:
             self._report(num_records)
         return int(why)
+
+    def _plan(self, version: int) -> None:
+        """Asks the method for its schedule over the versions to come."""
+        method = self.core.method
+        self._planned = versions = range(version, version + 2 * _MOST_UPDATES)
+        if isinstance(method.schedule, Constant):
+            self._etas = np.full(len(versions), method.schedule.eta_value)
+            self._alphas = np.full(len(versions), method.schedule.alpha_value)
+            self._thresholds = np.full(len(versions) + 1, float(method.threshold(version)))
+        else:
+            self._etas = np.array([method.schedule.eta(k) for k in versions])
+            self._alphas = np.array([method.alpha(k) for k in versions])
+            thresholds = [method.threshold(k) for k in range(versions.start, versions.stop + 1)]
+            self._thresholds = np.array(thresholds, dtype=np.float64)
 
     def _report(self, num_records: int) -> None:
         assert self._observer is not None
         method = self.core.method
         wholes, reals = self._whole[:num_records].tolist(), self._reals[:num_records].tolist()
-        following = [row[3] for row in wholes[1:]] + [int(self._state.counters[lane.VERSION])][:num_records]
+        following = [row[3] for row in wholes[1:]] + [int(self._state.counters[lane.VERSION])]
         for row, row_of_reals, next_version in zip(wholes, reals, following, strict=True):
             worker, sequence, gradient_version, version, verdict = row
             time, loss, compute_seconds = row_of_reals

@@ -235,6 +235,14 @@ def begin(workers, slots, times, heap, counters, now, jitter, worker, sift):
 
 
 @njit(cache=True)
+def begin_all(workers, slots, times, heap, counters, jitter):
+    """Time zero: everybody starts."""
+    for worker in range(len(workers)):
+        begin(workers, slots, times, heap, counters, 0.0, jitter, worker, False)
+    heapify(workers, times, heap)
+
+
+@njit(cache=True)
 def _restart(workers, slots, times, heap, free, counters, now, jitter, slot):
     """Interrupts a whole cohort and starts it at the newest iterate: its list is hung there as it is."""
     target = counters[CURRENT]

@@ -69,6 +69,7 @@ class Simulator:
         seed: int = 0,
         interrupt: bool = True,
         observer: Observer | None = None,
+        record_arrivals: bool = True,
         sample_seconds: float = math.inf,
         sample_updates: float = math.inf,
     ) -> None:
@@ -81,6 +82,7 @@ class Simulator:
         self._seed = seed
         self._interrupt = interrupt
         self._observer = observer
+        self._tell_arrivals = observer.arrival if observer is not None and record_arrivals else None
         self._sample_seconds, self._next_sample_seconds = sample_seconds, 0.0
         self._sample_updates, self._next_sample_updates = sample_updates, 0.0
         self._arrivals = Arrivals(speeds)
@@ -126,8 +128,8 @@ class Simulator:
             self.used_seconds[worker] += compute_seconds
         else:
             self.wasted_seconds[worker] += compute_seconds
-        if self._observer is not None:
-            self._observer.arrival(
+        if self._tell_arrivals is not None:
+            self._tell_arrivals(
                 now, worker, sequence, gradient_version, receipt, self._loss, compute_seconds
             )
         self._arrivals.version[worker] = _IDLE

@@ -1,0 +1,1 @@
+"""The command line: one module per command, wiring only. Nobody imports this room."""

@@ -1,0 +1,40 @@
+"""``ringmaster bench [NAME ...]``."""
+
+from __future__ import annotations
+
+import importlib
+
+from ringmaster_dist.config.errors import UserError
+
+BENCHES = {
+    "simulator": "the paper's quadratic at full size, in virtual time",
+    "update": "one server update of the paper's model, beside torch.optim.Muon",
+}
+
+_HELP = """ringmaster bench [NAME ...] [--quick] [--json]
+
+Measures this system beside its alternatives, in one process and run; best of several, worst beside it.
+Without a name, all of them.
+
+{benches}
+
+  --quick   fewer repetitions, shorter runs
+  --json    one line of JSON per bench
+  --help    this text
+"""
+
+
+def main(argv: list[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print(_HELP.format(benches="\n".join(f"  {name:<10} {text}" for name, text in BENCHES.items())))
+        return 0
+    options = {word for word in argv if word.startswith("-")}
+    names = [word for word in argv if not word.startswith("-")] or list(BENCHES)
+    if unknown := options - {"--quick", "--json"}:
+        raise UserError(f"there is no option {sorted(unknown)[0]}; see ringmaster bench --help")
+    if unknown := [name for name in names if name not in BENCHES]:
+        raise UserError(f"there is no bench {unknown[0]!r}; known: {', '.join(BENCHES)}")
+    for name in names:
+        module = importlib.import_module(f"ringmaster_dist.bench.{name}")
+        module.run("--quick" in options, "--json" in options)
+    return 0

@@ -1,0 +1,53 @@
+"""``ringmaster COMMAND [hydra overrides]``. Imports a command's module only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from ringmaster_dist import __version__
+from ringmaster_dist.config.errors import UserError
+
+COMMANDS = {
+    "simulate": "play a run in virtual time: thousands of workers on one core",
+    "bench": "measure this system beside its alternatives",
+}
+
+
+def usage() -> str:
+    lines = [
+        f"ringmaster {__version__}: asynchronous Muon on machines of unequal speed",
+        "",
+        "  ringmaster COMMAND [key=value ...]",
+        "",
+        *(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
+        "",
+        "  ringmaster COMMAND --help   says more",
+        "",
+        "Try:  ringmaster simulate method=ringmaster method.threshold=8 cluster.workers=64",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(__version__)
+        return 0
+    command, *rest = arguments
+    try:
+        if command not in COMMANDS:
+            raise UserError(f"there is no command {command!r}; known: {', '.join(COMMANDS)}")
+        module = importlib.import_module(f"ringmaster_dist.cli.{command}")
+        return int(module.main(rest))
+    except UserError as error:
+        print(f"ringmaster: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ringmaster: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        return 0

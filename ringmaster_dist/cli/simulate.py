@@ -1,0 +1,106 @@
+"""``ringmaster simulate``: a run in virtual time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ringmaster_dist.config.compose import compose, config_dir, expand, groups, to_typed
+from ringmaster_dist.config.describe import annotated, headline
+from ringmaster_dist.config.errors import UserError
+
+_HELP = """ringmaster simulate [key=value ...]
+
+Plays a run in virtual time: the real server core, simulated workers, gradients that are really computed.
+Writes config.yaml, trace.jsonl, metrics.jsonl and summary.json to run.dir and prints a summary.
+
+  --cfg job        print the composed configuration and stop
+  --multirun, -m   run every combination of comma-separated values: method.eta=0.1,0.2
+  --help           this text
+
+Examples
+  ringmaster simulate
+  ringmaster simulate method=rennala method.batch=16 cluster.profile=sublinear
+  ringmaster simulate experiment=paper_quadratic cluster.profile=similar run.dir=runs/similar
+  ringmaster simulate -m method=ringmaster,rennala,synchronous run.dir=runs/compare
+"""
+
+
+def help_text() -> str:
+    lines = [_HELP, "Choices"]
+    for group, options in groups().items():
+        for option in options:
+            lines.append(f"  {group}={option:<22} {headline(config_dir() / group / f'{option}.yaml')}")
+    lines += ["", "Keys and their defaults", *(f"  {line}" for line in annotated(compose([])).splitlines())]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    overrides, multirun, show = _parse(argv)
+    if show == "help":
+        print(help_text())
+        return 0
+    if show == "cfg":
+        composed = compose(overrides)
+        to_typed(composed)
+        print(annotated(composed))
+        return 0
+    if not multirun:
+        return _run(overrides)
+    combinations = expand(overrides)
+    parent = next((o.partition("=")[2] for o in overrides if o.startswith("run.dir=")), "")
+    for combination in combinations:  # a slip in the last one is told before the first one runs
+        to_typed(compose(combination))
+    for index, combination in enumerate(combinations):
+        kept = [o for o in combination if not o.startswith("run.dir=")]
+        code = _run([*kept, f"run.dir={parent}/{index}"] if parent else kept)
+        if code:
+            return code
+    return 0
+
+
+def _parse(argv: list[str]) -> tuple[list[str], bool, str]:
+    overrides, multirun, show = [], False, ""
+    words = iter(argv)
+    for word in words:
+        if word in ("-h", "--help"):
+            show = "help"
+        elif word in ("-m", "--multirun"):
+            multirun = True
+        elif word in ("--cfg", "-c"):
+            if (what := next(words, "")) != "job":
+                raise UserError(f"--cfg {what}: only --cfg job is there")
+            show = "cfg"
+        elif word.startswith("-"):
+            raise UserError(f"there is no option {word}; see ringmaster simulate --help")
+        else:
+            overrides.append(word)
+    return overrides, multirun, show
+
+
+def _run(overrides: list[str]) -> int:
+    composed = compose(overrides)
+    config = to_typed(composed)
+
+    from rich.console import Console
+
+    from ringmaster_dist.observe.console import ProgressLine, print_summary
+    from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
+    from ringmaster_dist.simulation.session import simulate
+
+    try:
+        directory = RunDirectory(
+            config.run.dir, name=f"{config.problem.name}-{config.method.name}", overwrite=config.run.overwrite
+        )
+    except RunDirectoryError as error:
+        raise UserError(str(error)) from error
+    composed.run.dir = str(directory.path)
+    directory.write_config(annotated(composed) + "\n")
+    console = Console(file=sys.stdout)
+    line = ProgressLine(console)
+    try:
+        summary = simulate(config, directory, line.show)
+    finally:
+        line.close()
+    print_summary(console, summary, summary["initial"], str(Path(directory.path)))
+    return 0 if summary["ended"] == "budget" else 130

@@ -1,0 +1,1 @@
+"""Configuration: found, composed by Hydra, checked, and turned into typed objects once."""

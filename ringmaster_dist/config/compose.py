@@ -1,0 +1,125 @@
+"""From override strings to a typed, validated `Config`.
+
+Hydra composes; this module finds the configs (inside the installed package, else in the repository), turns
+Hydra's errors into one line each, and converts once. Below here nobody sees a DictConfig.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.validate import validate
+
+
+def config_dir() -> Path:
+    """The folder of YAML files: shipped in the wheel, or at the top of the repository."""
+    package = Path(__file__).resolve().parent.parent
+    for candidate in (package / "_configs", package.parent / "configs"):
+        if (candidate / "config.yaml").exists():
+            return candidate
+    raise FileNotFoundError(f"the configs are missing: looked beside {package}")
+
+
+def groups() -> dict[str, list[str]]:
+    """The config groups and the choices in each."""
+    folders = sorted(path for path in config_dir().iterdir() if path.is_dir())
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """The composed configuration, not yet checked. Raises `UserError` with one helpful line."""
+    for override in overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise UserError(f"{override!r} is not an override: write key=value, such as method.eta=0.1")
+    try:
+        return _compose(overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain(error, overrides)) from error
+
+
+def load(overrides: Sequence[str]) -> Config:
+    """Composed, typed and validated."""
+    return to_typed(compose(overrides))
+
+
+def to_typed(composed: DictConfig) -> Config:
+    try:
+        typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {_first_line(error)}") from error
+    assert isinstance(typed, Config)
+    validate(typed)
+    return typed
+
+
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """The combinations of a multirun: ``method=rennala,ringmaster method.eta=0.1,0.2`` are four."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise UserError(_first_line(error)) from error
+    choices = []
+    for override in parsed:
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([override.input_line or ""])
+    return [list(combination) for combination in itertools.product(*choices)]
+
+
+def _compose(overrides: Sequence[str]) -> DictConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return hydra_compose("config", overrides=list(overrides))
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    known_groups = groups()
+    choices = []
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key in known_groups:
+            if value not in known_groups[key]:
+                options = known_groups[key]
+                return f"{override}: there is no such {key}{_hint(value, options)}known: {', '.join(options)}"
+            choices.append(override)
+    keys = _flat(OmegaConf.to_container(_compose(choices)))
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key not in keys and key not in known_groups:
+            section = key.rpartition(".")[0]
+            siblings = [k for k in keys if k.rpartition(".")[0] == section]
+            chosen = next((c for c in choices if c.startswith(f"{section}=")), "")
+            where = f" with {chosen}" if chosen else ""
+            listing = f"known: {', '.join(k.rpartition('.')[2] for k in siblings)}" if siblings else ""
+            return f"{key}: there is no such key{where}{_hint(key, keys)}{listing}"
+    return _first_line(error)
+
+
+def _flat(tree: Any, prefix: str = "") -> list[str]:
+    if not isinstance(tree, dict):
+        return [prefix]
+    inner = [_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()]
+    return ([prefix] if prefix else []) + list(itertools.chain.from_iterable(inner))
+
+
+def _hint(word: str, candidates: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, candidates, n=1)
+    return f"; did you mean {close[0]}? " if close else "; "
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,208 @@
+"""A simulated run from configuration to run directory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ringmaster_dist import __version__
+from ringmaster_dist.config.build import build_core, build_problem
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.run_directory import MetricsWriter, RunDirectory, TraceWriter
+from ringmaster_dist.problems import Problem
+from ringmaster_dist.profiles import base_seconds
+from ringmaster_dist.protocol import Receipt
+from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.simulation.simulator import Simulator, Stalled
+from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
+
+_MANY_GRADIENTS = 20_000  # from here on the compiled lane saves more than it costs to load
+_LISTED_WORKERS = 1000  # summary.json lists at most this many, the first ones
+_ARRIVALS_PER_PROGRESS = 1024
+
+ProgressCallback = Callable[[float, str], None]
+
+
+class Recorder:
+    """The simulator's observer: passes arrivals to the trace, measures at samples, reports progress."""
+
+    def __init__(
+        self, core: ServerCore, problem: Problem, config: Config, metrics: MetricsWriter,
+        trace: TraceWriter | None, progress: ProgressCallback,
+    ) -> None:  # fmt: skip
+        self._core, self._problem, self._budget = core, problem, config.budget
+        self._metrics, self._trace, self._progress = metrics, trace, progress
+        self._arrivals = 0
+        self.rows: list[dict[str, Any]] = []
+
+    def arrival(
+        self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
+        loss: float | None, compute_seconds: float,
+    ) -> None:  # fmt: skip
+        if self._trace is not None:
+            self._trace.arrival(time, worker, sequence, gradient_version, receipt, loss, compute_seconds)
+        self._arrivals += 1
+        if self._arrivals % _ARRIVALS_PER_PROGRESS == 0:
+            self._report(time, receipt.version)
+
+    def sample(self, time: float) -> None:
+        core = self._core
+        row = {
+            "time": time,
+            "version": core.version,
+            **self._problem.evaluate(core.snapshot.iterate),
+            "accepted": core.accepted,
+            "stale": core.stale,
+            "invalid": core.invalid,
+        }
+        self.rows.append(row)
+        self._metrics.write(row)
+        self._report(time, core.version)
+
+    def _report(self, time: float, version: int) -> None:
+        by_seconds = time / (self._budget.seconds or math.inf)
+        by_updates = version / (self._budget.updates or math.inf)
+        value = self.rows[-1].get(self._problem.objective, math.nan) if self.rows else math.nan
+        text = f"{time:,.0f} s  version {version:,}  {self._problem.objective} {value:.4g}"
+        self._progress(min(1.0, max(by_seconds, by_updates)), text)
+
+
+def build_speeds(config: Config) -> Speeds:
+    cluster = config.cluster
+    base = base_seconds(cluster.profile, cluster.workers, cluster.unit_seconds)
+    rates = None
+    if cluster.phases:
+        phases = [Phase(p.start_seconds, p.rate, p.workers) for p in cluster.phases]
+        rates = Rates.from_phases(phases, cluster.workers)
+    return Speeds(base, jitter=cluster.jitter, seed=config.run.seed, rates=rates)
+
+
+def choose_engine(config: Config, problem: Problem, speeds: Speeds) -> str:
+    """Which engine plays the run: the compiled one where it can and where the run is long."""
+    engine = config.simulation.engine
+    if engine == "core":
+        return "core"
+    try:
+        from ringmaster_dist.simulation.compiled import supports
+    except ImportError:
+        if engine == "compiled":
+            raise UserError("simulation.engine=compiled needs numba: pip install 'ringmaster-dist[fast]'") from None
+        return "core"
+    if not supports(problem, speeds):
+        if engine == "compiled":
+            raise UserError(
+                "simulation.engine=compiled plays the quadratic at speeds that do not change; "
+                "remove cluster.phases, or use simulation.engine=core"
+            )
+        return "core"
+    seconds = config.budget.seconds or math.inf
+    updates = config.budget.updates or math.inf
+    expected = min(float((seconds / speeds.base).sum()), updates * (config.method.batch or 1))
+    return "compiled" if engine == "compiled" or expected + speeds.num_workers > _MANY_GRADIENTS else "core"
+
+
+def simulate(
+    config: Config, directory: RunDirectory, progress: ProgressCallback = lambda fraction, text: None
+) -> dict[str, Any]:
+    """Plays the run, writes its files, returns the summary. An interrupted run is summarised as far as it got."""
+    began = time.perf_counter()
+    problem = build_problem(config)
+    core = build_core(config, problem)
+    speeds = build_speeds(config)
+    engine = choose_engine(config, problem, speeds)
+    trace = directory.open_trace() if config.run.trace else None
+    metrics = directory.open_metrics()
+    recorder = Recorder(core, problem, config, metrics, trace, progress)
+    simulator = _simulator(engine, config, core, problem, speeds, recorder)
+    seconds = config.budget.seconds or math.inf
+    ended = "budget"
+    try:
+        simulator.run(updates=config.budget.updates or math.inf, seconds=seconds)
+    except KeyboardInterrupt:
+        ended = "interrupted by the user"
+    except Stalled as error:
+        raise UserError(f"{error}: cluster.phases stops them all and budget.seconds is not set") from error
+    finally:
+        recorder.sample(simulator.now)
+        if trace is not None:
+            trace.close()
+        metrics.close()
+    summary = _summary(config, problem, core, speeds, simulator, engine, ended, time.perf_counter() - began)
+    directory.write_summary(summary)
+    return {**summary, "initial": recorder.rows[0][problem.objective]}
+
+
+def _simulator(
+    engine: str, config: Config, core: ServerCore, problem: Problem, speeds: Speeds, recorder: Recorder
+) -> Simulator:
+    budget, samples = config.budget, config.run.samples
+    kind: Any = Simulator
+    if engine == "compiled":
+        from ringmaster_dist.simulation.compiled import CompiledSimulator
+
+        kind = CompiledSimulator
+    simulator: Simulator = kind(
+        core,
+        problem,
+        speeds,
+        seed=config.run.seed,
+        interrupt=config.method.interrupt,
+        observer=recorder,
+        record_arrivals=config.run.trace,
+        sample_seconds=(budget.seconds or math.inf) / samples,
+        sample_updates=max(1.0, (budget.updates or math.inf) / samples),
+    )
+    return simulator
+
+
+def _summary(
+    config: Config, problem: Problem, core: ServerCore, speeds: Speeds, simulator: Simulator, engine: str,
+    ended: str, wall_seconds: float,
+) -> dict[str, Any]:  # fmt: skip
+    used, wasted = float(simulator.used_seconds.sum()), float(simulator.wasted_seconds.sum())
+    active = [
+        worker for worker, record in core.workers.items()
+        if record.accepted or record.stale or record.invalid or simulator.interrupted[worker]
+    ]  # fmt: skip
+    per_worker = {
+        str(worker): {
+            "base_seconds": float(speeds.base[worker]),
+            "accepted": core.workers[worker].accepted,
+            "stale": core.workers[worker].stale,
+            "invalid": core.workers[worker].invalid,
+            "interrupted": int(simulator.interrupted[worker]),
+            "used_seconds": float(simulator.used_seconds[worker]),
+            "wasted_seconds": float(simulator.wasted_seconds[worker]),
+        }
+        for worker in active[:_LISTED_WORKERS]
+    }
+    seconds = simulator.now
+    final = {f"final_{name}": value for name, value in problem.evaluate(core.snapshot.iterate).items()}
+    return {
+        "method": config.method.name,
+        "problem": config.problem.name,
+        "clock": "virtual",
+        "ended": ended,
+        "updates": core.version,
+        "seconds": seconds,
+        "pushes": core.pushes,
+        "accepted": core.accepted,
+        "stale": core.stale,
+        "invalid": core.invalid,
+        "interrupted": int(simulator.interrupted.sum()),
+        **final,
+        "gradients_per_second": core.pushes / seconds if seconds else 0.0,
+        "updates_per_second": core.version / seconds if seconds else 0.0,
+        "wasted_fraction": wasted / (used + wasted) if used + wasted else 0.0,
+        "synchronous_updates": math.floor(seconds / float(speeds.base.max())),
+        "num_workers": speeds.num_workers,
+        "profile": config.cluster.profile,
+        "engine": engine,
+        "wall_seconds": wall_seconds,
+        "version_of_program": __version__,
+        "per_worker": per_worker,
+        "per_worker_omitted": max(0, len(active) - _LISTED_WORKERS),
+    }
