@@ -1,0 +1,30 @@
+# Sourced by the other scripts: makes .venv in the checkout and installs the project into it, once.
+# PYTHON chooses the interpreter, TORCH another torch requirement (TORCH='torch==2.9.1').
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
+
+setup() {
+    local extras=$1 python=${PYTHON:-python3} constraints=.venv/constraints.txt stamp want
+    if [ ! -x .venv/bin/python ]; then
+        say "making the virtual environment .venv with $($python --version)"
+        "$python" -m venv .venv
+    fi
+    want=$(cat pyproject.toml launch/constraints.txt; echo "$extras ${TORCH:-}")
+    stamp=.venv/installed-${extras//,/-}
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
+        say "the environment is up to date"
+        return
+    fi
+    grep -v '^#' launch/constraints.txt >"$constraints"
+    [ -z "${TORCH:-}" ] || { grep -v '^torch' launch/constraints.txt | grep -v '^#' || true; echo "$TORCH"; } >"$constraints"
+    say "installing the project and what it needs (a few minutes the first time)"
+    # torch first and by itself: its exact version decides which build of it is taken.
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch' "$constraints")" 2> >(quiet >&2)
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c "$constraints" -e ".[$extras]" 2> >(quiet >&2)
+    printf '%s' "$want" >"$stamp"
+}
+
+# Leaves out what pip says of places to look that are not there.
+quiet() { grep -v 'is ignored: it is neither a file nor a directory' || true; }

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets up .venv and runs lint, types and all tests. Arguments go to pytest: ./launch/test.sh tests/unit -k core
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+setup test,fast
+say "lint"
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+say "types"
+.venv/bin/mypy
+say "tests"
+exec .venv/bin/python -m pytest "$@"

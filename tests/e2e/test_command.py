@@ -1,0 +1,185 @@
+"""The installed command, as its user calls it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.e2e
+
+SMALL = ["problem.dim=20", "cluster.workers=5", "budget.seconds=40"]
+SUMMARY = {"updates", "seconds", "pushes", "accepted", "stale", "invalid", "interrupted", "final_gap",
+           "gradients_per_second", "per_worker"}  # fmt: skip
+TRACE = {"time", "worker", "sequence", "gradient_version", "version", "delay", "verdict", "loss", "compute_seconds"}
+
+
+def ringmaster(*arguments, cwd=None):
+    command = [sys.executable, "-m", "ringmaster_dist", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+def test_the_command_explains_itself():
+    plain = ringmaster()
+    assert plain.returncode == 0
+    assert "simulate" in plain.stdout
+    helped = ringmaster("simulate", "--help")
+    assert helped.returncode == 0
+    for word in ("method=rennala", "threshold: 8", "accept iff delay < R", "--cfg job", "Examples"):
+        assert word in helped.stdout
+    assert max(len(line) for line in helped.stdout.splitlines()) < 160
+    assert ringmaster("bench", "--help").returncode == 0
+    assert ringmaster("--version").stdout.strip() == "0.1.0"
+
+
+def test_configuration_is_shown_with_overrides():
+    shown = ringmaster("simulate", "--cfg", "job", "method=rennala", "method.batch=5")
+    assert shown.returncode == 0
+    assert "batch: 5" in shown.stdout
+    assert "threshold" not in shown.stdout
+
+
+def test_a_run_leaves_its_files(tmp_path):
+    done = ringmaster("simulate", *SMALL, f"run.dir={tmp_path}/run", "method.threshold=3", "run.samples=10")
+    assert done.returncode == 0, done.stderr
+    assert "accepted" in done.stdout
+    assert str(tmp_path / "run") in done.stdout
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert set(summary) >= SUMMARY
+    records = [json.loads(line) for line in (tmp_path / "run/trace.jsonl").read_text().splitlines()]
+    assert set(records[0]) == TRACE
+    assert summary["pushes"] == len(records) == summary["accepted"] + summary["stale"] + summary["invalid"]
+    assert all(r["delay"] == r["version"] - r["gradient_version"] for r in records)
+    assert len({(r["worker"], r["sequence"]) for r in records}) == len(records)
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["time"] for row in metrics] == pytest.approx([4.0 * i for i in range(11)])
+    assert metrics[-1]["gap"] == summary["final_gap"] < metrics[0]["gap"]
+    config = (tmp_path / "run/config.yaml").read_text()
+    assert "threshold: 3" in config
+    assert f"dir: {tmp_path}/run" in config
+
+
+def test_a_run_is_not_overwritten_unasked(tmp_path):
+    arguments = ["simulate", *SMALL, f"run.dir={tmp_path}/run"]
+    assert ringmaster(*arguments).returncode == 0
+    first = (tmp_path / "run/summary.json").read_text()
+    refused = ringmaster(*arguments, "run.seed=1")
+    assert refused.returncode == 2
+    assert "run.overwrite=true" in refused.stderr
+    assert (tmp_path / "run/summary.json").read_text() == first
+    assert ringmaster(*arguments, "run.seed=1", "run.overwrite=true").returncode == 0
+    assert (tmp_path / "run/summary.json").read_text() != first
+
+
+def test_a_seed_repeats_a_run_exactly(tmp_path):
+    traces = []
+    for index, seed in enumerate((4, 4, 5)):
+        assert ringmaster("simulate", *SMALL, f"run.seed={seed}", f"run.dir={tmp_path}/{index}").returncode == 0
+        traces.append((tmp_path / f"{index}/trace.jsonl").read_text())
+    assert traces[0] == traces[1] != traces[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "method.etaa=1"],
+        ["simulate", "method=unknown"],
+        ["simulate", "method.eta=-1"],
+        ["simulate", "--fast"],
+        ["simulate", "--cfg", "hydra"],
+        ["simulat"],
+        ["bench", "nothing"],
+    ],
+)
+def test_mistakes_exit_with_2_and_one_line(arguments):
+    failed = ringmaster(*arguments)
+    assert failed.returncode == 2
+    assert failed.stdout == ""
+    assert failed.stderr.startswith("ringmaster: ")
+    assert len(failed.stderr.strip().splitlines()) == 1
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "run", Path("/proc/run")):
+        failed = ringmaster("simulate", *SMALL, f"run.dir={place}")
+        assert failed.returncode == 2
+        assert f"run.dir={place} cannot be written" in failed.stderr
+        assert "Traceback" not in failed.stderr
+
+
+def test_multirun_writes_one_directory_each(tmp_path):
+    done = ringmaster("simulate", "-m", *SMALL, "method=ringmaster,rennala", "method.eta=0.1,0.3", f"run.dir={tmp_path}/all")
+    assert done.returncode == 0, done.stderr
+    configs = [(tmp_path / f"all/{i}/config.yaml").read_text() for i in range(4)]
+    assert sum("name: rennala" in text for text in configs) == 2
+    assert sum("eta: 0.3" in text for text in configs) == 2
+
+
+def test_stopped_by_hand_it_says_how_far_it_got(tmp_path):
+    command = [sys.executable, "-m", "ringmaster_dist", "simulate", f"run.dir={tmp_path}/run", "budget.seconds=1e9",
+               "simulation.engine=core", "run.samples=1000000"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    trace = tmp_path / "run/trace.jsonl"
+    while not (trace.exists() and trace.stat().st_size > 0):
+        assert time.monotonic() < deadline, "the run never began"
+        assert process.poll() is None
+        os.sched_yield()
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["ended"] == "interrupted by the user"
+    assert summary["pushes"] == len(trace.read_text().splitlines()) > 0
+    assert "accepted" in output
+
+
+def test_a_million_workers_fit_in_four_gigabytes(tmp_path):
+    code = (
+        "import resource, sys; from ringmaster_dist.cli.main import main;"
+        "code = main(sys.argv[1:]);"
+        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(code)"
+    )
+    for engine in ("core", "compiled"):
+        arguments = ["simulate", "cluster.workers=1000000", "budget.seconds=20", "problem.dim=100",
+                     f"simulation.engine={engine}", f"run.dir={tmp_path}/{engine}"]  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout.split()[-1]) < 4096
+        assert json.loads((tmp_path / engine / "summary.json").read_text())["updates"] > 30
+
+
+def test_the_wheel_carries_the_configs(tmp_path):
+    """Built, unpacked elsewhere and used from there, away from the repository."""
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, timeout=200)
+    (wheel,) = tmp_path.glob("ringmaster_dist-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+        names = archive.namelist()
+    assert "ringmaster_dist/_configs/method/ringmaster.yaml" in names
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r});"
+        "from ringmaster_dist.config.compose import config_dir, load;"
+        "print(config_dir()); print(load(['method=rennala']).method.batch)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.stdout.split() == [str(tmp_path / "site/ringmaster_dist/_configs"), "8"], done.stderr
+
+
+@pytest.mark.parametrize("name", ["update", "simulator"])
+def test_benches_report(name):
+    done = ringmaster("bench", name, "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["bench"] == name
+    assert report["machine"]["cores"] >= 1
+    assert len(report["rows"]) >= 2

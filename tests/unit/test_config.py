@@ -1,0 +1,129 @@
+"""Configuration: everything composes, everything wrong is told in one line."""
+
+import pytest
+
+from ringmaster_dist.algorithm.geometry import GEOMETRIES, ORTHOGONALIZATIONS
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES
+from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
+from ringmaster_dist.algorithm.schedules import Constant, Ramped
+from ringmaster_dist.config import validate as checks
+from ringmaster_dist.config.build import build_core, build_method, build_problem
+from ringmaster_dist.config.compose import compose, expand, groups, load
+from ringmaster_dist.config.describe import annotated, comments
+from ringmaster_dist.config.errors import UserError
+
+
+@pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in groups().items() for option in options])
+def test_every_choice_composes_and_builds(choice):
+    config = load([choice])
+    core = build_core(config, build_problem(config))
+    assert core.update.layout.size == config.problem.dim
+
+
+def test_the_groups_are_those_promised():
+    known = groups()
+    assert set(known["method"]) == set(checks.METHODS)
+    assert set(known["geometry"]) == set(GEOMETRY_MAPS)
+    assert set(checks._GEOMETRIES) == set(GEOMETRIES)
+    assert set(checks._ORTHOGONALIZATIONS) == set(ORTHOGONALIZATIONS)
+    for name in known["geometry"]:
+        geometry = load([f"geometry={name}"]).geometry
+        assert {role: getattr(geometry, role) for role in ROLES} == GEOMETRY_MAPS[name]
+
+
+def test_every_key_has_a_comment():
+    for group in ("method", "geometry", "problem"):
+        for option in groups()[group]:
+            notes = comments({group: option})
+            composed = compose([f"{group}={option}"])
+            missing = [key for key in composed[group] if key not in ("name", "constants") and f"{group}.{key}" not in notes]
+            assert not missing, f"{group}/{option}.yaml"
+    for section in ("cluster", "budget", "run", "simulation"):
+        assert all(f"{section}.{key}" in comments({}) for key in compose([])[section])
+
+
+def test_printed_configuration_loads_back():
+    import yaml
+
+    overrides = ["method=rennala", "cluster.phases=[{start_seconds: 3, rate: 0, workers: [1]}]"]
+    composed = compose(overrides)
+    text = annotated(composed)
+    assert yaml.safe_load(text)["cluster"]["phases"] == [{"start_seconds": 3, "rate": 0, "workers": [1]}]
+    assert "# B: gradients per update" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["method.etaa=1"], ["method.etaa", "did you mean method.eta?"]),
+        (["method=ringmster"], ["method=ringmster", "did you mean ringmaster?", "rennala"]),
+        (["method=rennala", "method.threshold=3"], ["method.threshold", "method=rennala", "batch"]),
+        (["clutser.workers=3"], ["clutser.workers", "did you mean cluster.workers?"]),
+        (["method.eta=-1"], ["method.eta=-1", "above 0"]),
+        (["method.eta=nan"], ["method.eta=nan"]),
+        (["method.eta=fast"], ["method.eta", "fast"]),
+        (["method.threshold=0"], ["method.threshold=0", "at least 1"]),
+        (["method.threshold=2.5"], ["method.threshold", "2.5"]),
+        (["method.beta=1"], ["method.beta=1", "below 1"]),
+        (["method=rennala", "method.batch=0"], ["method.batch=0", "at least 1"]),
+        (["method=rennala", "method.batch=64001"], ["method.batch=64001", "at most 64000"]),
+        (["method=rennala", "method.batch=50", "budget.seconds=5"], ["method.batch=50", "10 gradients", "budget.seconds=5"]),
+        (["cluster.workers=0"], ["cluster.workers=0"]),
+        (["cluster.profile=none"], ["cluster.profile=none", "linear"]),
+        (["cluster.jitter=-0.1"], ["cluster.jitter=-0.1"]),
+        (["cluster.unit_seconds=0"], ["cluster.unit_seconds=0"]),
+        (["cluster.phases=[{start_seconds: 1, rate: -1}]"], ["cluster.phases[0].rate=-1"]),
+        (["cluster.phases=[{start_seconds: 1, workers: [64]}]"], ["64", "0 to 63"]),
+        (["cluster.phases=[{when: 1}]"], ["when"]),
+        (["budget.seconds=null"], ["budget.updates", "never end"]),
+        (["budget.updates=0"], ["budget.updates=0"]),
+        (["problem.dim=0"], ["problem.dim=0"]),
+        (["problem.noise=-1"], ["problem.noise=-1"]),
+        (["geometry.matrix=nuclear"], ["geometry.matrix=nuclear", "spectral"]),
+        (["geometry.orthogonalization=qr"], ["qr", "polar_express"]),
+        (["method.decay_updates=5"], ["method.decay_updates=5", "not set"]),
+        (["method.schedule=theory"], ["theory", "budget.updates"]),
+        (["method.schedule=theory", "budget.updates=9"], ["method.constants.smoothness"]),
+        (["method=ringmaster_agnostic", "method.smoothness=known"], ["method.l1"]),
+        (["simulation.engine=gpu"], ["simulation.engine=gpu", "compiled"]),
+        (["run.seed=-1"], ["run.seed=-1"]),
+        (["nonsense"], ["nonsense", "key=value"]),
+        (["method.eta="], ["method.eta"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_line(overrides, words):
+    with pytest.raises(UserError) as error:
+        load(overrides)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_methods_are_built_as_configured():
+    assert isinstance(build_method(load(["method=rennala", "method.batch=3"])), Rennala)
+    assert isinstance(build_method(load(["method=synchronous"])), Synchronous)
+    assert isinstance(build_method(load(["method=delay_adaptive"])), DelayAdaptive)
+    ringmaster = build_method(load(["method.eta=0.3", "method.threshold=5", "method.beta=0.9"]))
+    assert type(ringmaster) is Method
+    assert (ringmaster.schedule.eta(7), ringmaster.threshold(7)) == (0.3, 5)
+    assert ringmaster.alpha(7) == pytest.approx(0.1)
+    known = build_method(load(["method=ringmaster_agnostic", "method.smoothness=known", "method.l1=2"]))
+    assert known.schedule.eta(0) == pytest.approx(1 / 34)
+
+
+def test_theory_and_ramps_are_built():
+    constants = ["method.constants.smoothness=1", "method.constants.noise=0.4", "method.constants.initial_gap=10"]
+    schedule = build_method(load(["method.schedule=theory", "budget.updates=400", *constants])).schedule
+    assert isinstance(schedule, Constant)
+    assert schedule.threshold_value == 3
+    ramp = build_method(load(["method.warmup_updates=4", "method.decay_updates=10", "budget.updates=20"])).schedule
+    assert isinstance(ramp, Ramped)
+    assert ramp.eta(0) == pytest.approx(0.2 / 5)
+    assert ramp.eta(19) == pytest.approx(0.0)
+
+
+def test_multirun_expands():
+    combinations = expand(["method=ringmaster,rennala", "method.eta=0.1,0.2", "run.seed=3"])
+    assert len(combinations) == 4
+    assert ["method=rennala", "method.eta=0.1", "run.seed=3"] in combinations

@@ -1,0 +1,274 @@
+"""The virtual clock, against a direct transcription of the specification and against known answers."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
+from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
+from ringmaster_dist.algorithm.schedules import Constant, agnostic
+from ringmaster_dist.algorithm.update import Update
+from ringmaster_dist.config.compose import load
+from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.problems.quadratic import Quadratic
+from ringmaster_dist.profiles import base_seconds
+from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.simulation.compiled import CompiledSimulator
+from ringmaster_dist.simulation.session import simulate
+from ringmaster_dist.simulation.simulator import Simulator, Stalled
+from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
+from ringmaster_dist.theory.bounds import seconds_of_run, seconds_of_updates
+from tests.transcription import play
+
+METHODS = {
+    "ringmaster": ["method.threshold=4"],
+    "ringmaster_agnostic": [],
+    "rennala": ["method.batch=4"],
+    "delay_adaptive": [],
+    "synchronous": [],
+    "asynchronous": [],
+}
+CONSTANT = Constant(0.05, 0.05)
+
+
+class Events:
+    """An observer that remembers."""
+
+    def __init__(self):
+        self.arrivals, self.samples = [], []
+
+    def arrival(self, *arrival):
+        self.arrivals.append(arrival)
+
+    def sample(self, time):
+        self.samples.append(time)
+
+
+def make_core(method, problem, geometry="muon"):
+    layout = Layout(problem.parameters, GEOMETRY_MAPS[geometry])
+    return ServerCore(problem.initial(layout, 0), method, Update(layout, dtype=problem.dtype))
+
+
+@pytest.mark.parametrize("engine", ["core", "compiled"])
+@pytest.mark.parametrize("interrupt", [True, False])
+@pytest.mark.parametrize("profile", ["linear", "sublinear", "similar"])
+@pytest.mark.parametrize("method", METHODS)
+def test_same_as_transcription(method, profile, interrupt, engine, tmp_path):
+    """Event for event what the specification says, and the same iterate."""
+    overrides = [
+        "problem=quadratic", "problem.dim=60", "problem.noise=0", "cluster.workers=6", f"cluster.profile={profile}",
+        "cluster.jitter=0", f"method={method}", "method.eta=0.2", *METHODS[method], "budget.seconds=60",
+        f"method.interrupt={interrupt}", f"simulation.engine={engine}",
+    ]  # fmt: skip
+    summary = simulate(load(overrides), RunDirectory(str(tmp_path / "run"), name="x"))
+    taus = [float(t) for t in base_seconds(profile, 6, 1.0)]
+    events, iterate, interrupted = play(
+        method, taus, eta=0.2, dim=60, seconds=60, threshold=4, batch=4, interrupt=interrupt
+    )
+    records = [json.loads(line) for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()]
+    ours = [(r["time"], r["worker"], r["gradient_version"], r["version"], r["verdict"]) for r in records]
+    assert ours == events
+    assert len(events) > 15
+    assert summary["interrupted"] == interrupted
+    minimizer = np.arange(1, 61) / 61 - 1
+    error = np.diff(iterate - minimizer, prepend=0, append=0)
+    assert summary["final_gap"] == pytest.approx(error @ error / 8, rel=1e-9)
+
+
+def test_no_accepted_delay_reaches_the_threshold(tmp_path):
+    config = load(["problem.dim=5", "cluster.workers=9", "method.threshold=3", "budget.seconds=80",
+                   "method.interrupt=false"])  # fmt: skip
+    summary = simulate(config, RunDirectory(str(tmp_path), name="x"))
+    records = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    accepted = [r["delay"] for r in records if r["verdict"] == "accepted"]
+    stale = [r["delay"] for r in records if r["verdict"] == "stale"]
+    assert max(accepted) == 2
+    assert min(stale) >= 3
+    assert len(stale) == summary["stale"] > 0
+
+
+MAKERS = {
+    "ringmaster": lambda: Method(Constant(0.05, 0.05, 5)),
+    "agnostic": lambda: Method(agnostic(1.0)),
+    "rennala": lambda: Rennala(CONSTANT, 3),
+    "delay_adaptive": lambda: DelayAdaptive(CONSTANT),
+    "synchronous": lambda: Synchronous(CONSTANT),
+    "asynchronous": lambda: Method(CONSTANT),
+}
+
+
+@pytest.mark.parametrize("method", MAKERS)
+@pytest.mark.parametrize("workers", [1, 7, 80])
+@pytest.mark.parametrize("interrupt", [True, False])
+@pytest.mark.parametrize(("profile", "jitter"), [("similar", 0.0), ("similar", 0.05), ("linear", 0.3), ("gpus", 0.05)])
+@pytest.mark.parametrize("geometry", ["muon", "sign"])
+def test_compiled_lane_is_the_core(method, workers, interrupt, profile, jitter, geometry):
+    """The same arrivals and verdicts to the bit, the same iterates to rounding."""
+    results = []
+    for kind in (Simulator, CompiledSimulator):
+        problem = Quadratic(30, 0.01)
+        core, events = make_core(MAKERS[method](), problem, geometry), Events()
+        speeds = Speeds(base_seconds(profile, workers, 1.0), jitter=jitter, seed=3)
+        simulator = kind(core, problem, speeds, seed=3, interrupt=interrupt, observer=events, sample_seconds=2.5)
+        simulator.run(seconds=20)
+        results.append((core, simulator, events))
+    (core, one, events), (lane_core, two, lane_events) = results
+    assert [a[:5] for a in events.arrivals] == [a[:5] for a in lane_events.arrivals]
+    losses = [(a[5], b[5]) for a, b in zip(events.arrivals, lane_events.arrivals, strict=True)]
+    assert all(a == b or a == pytest.approx(b, rel=1e-9) for a, b in losses)
+    assert events.samples == lane_events.samples
+    assert len(events.samples) == 8
+    assert (core.version, core.accepted, core.stale) == (lane_core.version, lane_core.accepted, lane_core.stale)
+    torch.testing.assert_close(core.snapshot.iterate, lane_core.snapshot.iterate, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(core.momentum, lane_core.momentum, rtol=1e-9, atol=1e-9)
+    assert (one.interrupted == two.interrupted).all()
+    np.testing.assert_allclose(one.wasted_seconds, two.wasted_seconds)
+    np.testing.assert_allclose(one.used_seconds, two.used_seconds)
+    assert [r.accepted for r in core.workers.values()] == [r.accepted for r in lane_core.workers.values()]
+    assert one.now == two.now == 20
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "rennala"])
+def test_one_worker_is_sequential_muon(name):
+    """With one worker nothing is ever late: every method is plain Muon with its schedule."""
+    problem = Quadratic(12, 0.1)
+    core = make_core(MAKERS[name](), problem)
+    Simulator(core, problem, Speeds([1.0]), seed=5, interrupt=False).run(updates=40)
+
+    layout = core.update.layout
+    x, m = problem.initial(layout, 0), torch.zeros(12, dtype=torch.float64)
+    method = MAKERS[name]()
+    for k in range(40):
+        g, _ = problem.gradient(x, 5, 0, k)
+        out = torch.empty_like(x)
+        Update(layout, dtype=x.dtype).apply(x, m, g, eta=method.eta(k, 0, 1), alpha=method.alpha(k), out=out)
+        x = out
+    assert torch.equal(core.snapshot.iterate, x)
+
+
+times = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=12)
+
+
+@settings(max_examples=60)
+@given(times, st.integers(1, 12), st.booleans())
+def test_any_r_updates_take_at_most_the_bound(taus, threshold, interrupt):
+    """Lemma: R consecutive updates take at most t(R), wherever they begin."""
+    problem = Quadratic(3, 0.0)
+    core, events = make_core(Method(Constant(0.1, 0.5, threshold)), problem), Events()
+    Simulator(core, problem, Speeds(taus), interrupt=interrupt, observer=events).run(updates=6 * threshold)
+    moments = [0.0] + [a[0] for a in events.arrivals if a[4].verdict.value == "accepted"]
+    bound = seconds_of_updates(taus, threshold)
+    assert len(moments) == 6 * threshold + 1
+    for begin, end in zip(moments, moments[threshold:], strict=False):
+        assert end - begin <= bound * (1 + 1e-9)
+
+
+@settings(max_examples=25)
+@given(times, st.booleans())
+def test_agnostic_run_is_within_its_bound(taus, interrupt):
+    problem = Quadratic(3, 0.0)
+    method = Method(agnostic(1.0))
+    simulator = Simulator(make_core(method, problem), problem, Speeds(taus), interrupt=interrupt)
+    simulator.run(updates=100)
+    assert simulator.now <= seconds_of_run(taus, 100, method.threshold) * (1 + 1e-9)
+
+
+def test_time_bounds_are_the_formulas():
+    assert seconds_of_updates([4.0, 1.0, 2.0], 3) == pytest.approx(
+        2 * min(1 * (1 + 3), (2 / 1.5) * (1 + 3 / 2), (3 / 1.75) * (1 + 3 / 3))
+    )
+    assert seconds_of_run([1.0, 2.0], 10, lambda k: 4) == pytest.approx(3 * seconds_of_updates([1.0, 2.0], 4))
+    with pytest.raises(ValueError, match="positive"):
+        seconds_of_updates([1.0, 0.0], 2)
+
+
+def test_same_seed_same_run_other_seed_other_run():
+    finals = []
+    for seed in (1, 1, 2):
+        problem = Quadratic(20, 0.05)
+        core = make_core(Method(Constant(0.05, 0.05, 4)), problem)
+        Simulator(core, problem, Speeds(base_seconds("linear", 8, 1.0), jitter=0.2, seed=seed), seed=seed).run(seconds=50)
+        finals.append(core.snapshot.iterate)
+    assert torch.equal(finals[0], finals[1])
+    assert not torch.equal(finals[0], finals[2])
+
+
+def test_run_can_be_continued():
+    """Two budgets one after the other are one budget."""
+    finals = []
+    for stops in ((30.0,), (7.5, 20.0, 30.0)):
+        problem = Quadratic(10, 0.05)
+        core = make_core(Rennala(CONSTANT, 3), problem)
+        simulator = Simulator(core, problem, Speeds(base_seconds("linear", 5, 1.0), jitter=0.1))
+        for stop in stops:
+            simulator.run(seconds=stop)
+        finals.append((core.pushes, core.snapshot.iterate))
+    assert finals[0][0] == finals[1][0]
+    assert torch.equal(finals[0][1], finals[1][1])
+
+
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_iterates_are_forgotten(interrupt):
+    """No more iterates are kept than versions that may still be accepted."""
+    problem = Quadratic(10, 0.0)
+    core = make_core(Method(Constant(0.05, 0.05, 3)), problem)
+    simulator = Simulator(core, problem, Speeds(base_seconds("linear", 50, 1.0)), interrupt=interrupt)
+    for seconds in range(1, 60):
+        simulator.run(seconds=seconds)
+        assert len(simulator._cohorts) <= 3
+        assert min(simulator._cohorts) >= core.stale_before
+
+
+def test_stopped_workers_stop_and_resume():
+    """Worker 0 stands still from 10 to 20: two gradients it has half done then arrive ten seconds later."""
+    problem = Quadratic(4, 0.0)
+    core, events = make_core(Method(CONSTANT), problem), Events()
+    rates = Rates.from_phases([Phase(10.0, 0.0, [0]), Phase(20.0, 0.5, [0])], 2)
+    Simulator(core, problem, Speeds([3.0, 50.0], rates=rates), observer=events).run(seconds=40)
+    moments = [a[0] for a in events.arrivals if a[1] == 0]
+    assert moments == [3.0, 6.0, 9.0, 24.0, 30.0, 36.0]  # the fourth: 1 s before, 2 s at half speed after
+
+
+def test_callable_rates_are_sampled_in_the_middle_of_steps():
+    rates = Rates.from_callable(lambda worker, time: 1.0 if time < 5 else 0.25 * worker, 2, 20.0, 1.0)
+    speeds = Speeds([4.0, 4.0], rates=rates)
+    assert speeds.finish(1, 0, 0.0) == 4.0
+    assert speeds.finish(1, 0, 3.0) == pytest.approx(13.0)  # two seconds at 1, the other two at a quarter
+    assert speeds.finish(0, 0, 3.0) == math.inf
+
+
+def test_a_cluster_that_stops_for_good_is_told():
+    problem = Quadratic(4, 0.0)
+    rates = Rates.from_phases([Phase(2.5, 0.0)], 2)
+    simulator = Simulator(make_core(Method(CONSTANT), problem), problem, Speeds([1.0, 2.0], rates=rates))
+    with pytest.raises(Stalled):
+        simulator.run(updates=1000)
+    assert simulator.core.version == 3
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**40), st.floats(0.0, 3.0), st.floats(0.0, 1e6), st.booleans())
+def test_lower_bounds_hold(seed, jitter, start, changing):
+    rates = Rates.from_phases([Phase(start + 1, 0.3), Phase(start + 2, 2.0)], 200) if changing else None
+    speeds = Speeds(base_seconds("sublinear", 200, 0.7), jitter=jitter, seed=seed, rates=rates)
+    workers, sequences = np.arange(200), np.arange(200) * 7
+    earliest = speeds.earliest(workers, sequences, start)
+    exact = np.array([speeds.finish(int(w), int(s), start) for w, s in zip(workers, sequences, strict=True)])
+    assert (earliest <= exact).all()
+    if jitter == 0.0:
+        assert (earliest == exact).all()
+
+
+def test_a_million_workers():
+    """They fit and run; memory is measured in a process of its own by the end-to-end tests."""
+    problem = Quadratic(10, 0.01)
+    core = make_core(Method(Constant(0.1, 0.05, 8)), problem)
+    simulator = Simulator(core, problem, Speeds(base_seconds("linear", 1_000_000, 1.0), jitter=0.05))
+    simulator.run(updates=40)
+    assert core.version == 40
+    assert simulator.now < seconds_of_run([1.0 + i for i in range(50)], 40, lambda k: 8) * 1.3

@@ -1,0 +1,131 @@
+"""The flat layout and the batched update, against a loop over parameters."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringmaster_dist.algorithm.geometry import reference_lmo
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
+from ringmaster_dist.algorithm.update import Update
+from ringmaster_dist.bench.update import paper_parameters
+
+PARAMETERS = [
+    Parameter("wte", (11, 4), "embedding"),
+    Parameter("a.q", (4, 4)),
+    Parameter("a.fc", (16, 4)),
+    Parameter("a.proj", (4, 16)),
+    Parameter("b.q", (4, 4)),
+    Parameter("b.fc", (16, 4)),
+    Parameter("gate", (3, 2)),
+    Parameter("head", (11, 4), "output"),
+    Parameter("lambdas", (6,), "scalar"),
+]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("geometry", GEOMETRY_MAPS)
+def test_equals_a_loop_over_parameters(geometry, nesterov, weight_decay):
+    roles = GEOMETRY_MAPS[geometry]
+    layout = Layout(PARAMETERS, roles)
+    update = Update(layout, dtype=torch.float64, nesterov=nesterov, weight_decay=weight_decay, orthogonalization="exact")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(layout.size, dtype=torch.float64, generator=generator)
+    m = torch.zeros_like(x)
+    plain_x = {name: view.clone() for name, view in layout.views(x).items()}
+    plain_m = {name: torch.zeros_like(view) for name, view in plain_x.items()}
+    for eta, alpha in ((0.1, 1.0), (0.2, 0.05), (0.05, 0.7)):
+        g = torch.randn(layout.size, dtype=torch.float64, generator=generator)
+        for parameter in PARAMETERS:
+            name, gradient = parameter.name, layout.views(g)[parameter.name]
+            plain_m[name] = (1 - alpha) * plain_m[name] + alpha * gradient
+            u = (1 - alpha) * plain_m[name] + alpha * gradient if nesterov else plain_m[name]
+            step = reference_lmo(u.view(parameter.matrix_shape), roles[parameter.role]).view(parameter.shape)
+            plain_x[name] = (1 - eta * weight_decay) * plain_x[name] + eta * step
+        out = torch.empty_like(x)
+        update.apply(x, m, g, eta=eta, alpha=alpha, out=out)
+        x = out
+    for name, view in layout.views(x).items():
+        torch.testing.assert_close(view, plain_x[name], rtol=1e-10, atol=1e-10)
+    for name, view in layout.views(m).items():
+        torch.testing.assert_close(view, plain_m[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_deterministic_and_in_place(dtype):
+    layout = Layout(PARAMETERS, GEOMETRY_MAPS["muon"])
+    x, g = torch.randn(2, layout.size, dtype=dtype)
+    results = []
+    for in_place in (False, True, False):
+        own, m = x.clone(), torch.zeros_like(x)
+        out = own if in_place else torch.empty_like(x)
+        Update(layout, dtype=dtype, weight_decay=0.1).apply(own, m, g, eta=0.1, alpha=0.05, out=out)
+        results.append((out, m))
+        assert in_place or torch.equal(own, x)
+    assert torch.equal(results[0][0], results[2][0])
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Watches every operation for the largest tensor it makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs or {}))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            if tensor.untyped_storage().data_ptr() not in known:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def _tensors(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def test_paper_layout_and_its_temporaries():
+    layout = Layout(paper_parameters(), GEOMETRY_MAPS["muon"])
+    assert layout.size == 10_518_828
+    spectral = [block for block in layout.blocks if block.geometry == "spectral"]
+    assert sum(block.size for block in spectral) == 2_654_496
+    shapes = {(b.count, b.rows, b.cols) for b in spectral}
+    assert shapes == {(24, 192, 192), (6, 768, 192), (6, 192, 768), (3, 3, 32)}
+    update = Update(layout)
+    assert update._scratch.numel() < layout.size / 5
+    x, m, g = torch.zeros(layout.size), torch.zeros(layout.size), torch.ones(layout.size)
+    with LargestAllocation() as watch:
+        update.apply(x, m, g, eta=0.1, alpha=0.05, out=x)
+    assert 0 < watch.elements < 100  # the norms of a batch; everything large was made before
+
+
+def test_layout_order_views_and_fingerprint():
+    layout = Layout(PARAMETERS, GEOMETRY_MAPS["muon"])
+    flat = torch.arange(layout.size, dtype=torch.float64)
+    views = layout.views(flat)
+    assert {name: tuple(view.shape) for name, view in views.items()} == {p.name: p.shape for p in PARAMETERS}
+    assert sorted(torch.cat([v.reshape(-1) for v in views.values()]).tolist()) == flat.tolist()
+    assert layout.offsets["b.q"] - layout.offsets["a.q"] == 16  # neighbours, though declared apart
+    views["lambdas"].fill_(-1)
+    assert (flat == -1).sum() == 6
+    assert layout.fingerprint == Layout(PARAMETERS, GEOMETRY_MAPS["muon"]).fingerprint
+    renamed = [p._replace(name="other") if p.name == "gate" else p for p in PARAMETERS]
+    assert layout.fingerprint != Layout(renamed, GEOMETRY_MAPS["muon"]).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("parameters", "geometry", "message"),
+    [
+        ([Parameter("a", (2,)), Parameter("a", (3,))], GEOMETRY_MAPS["muon"], "repeat"),
+        ([Parameter("a", (2, 0))], GEOMETRY_MAPS["muon"], "empty"),
+        ([Parameter("a", (2,), "bias")], GEOMETRY_MAPS["muon"], "role"),
+        ([Parameter("a", (2,))], {"matrix": "nuclear"}, "nuclear"),
+    ],
+)
+def test_layout_refuses_nonsense(parameters, geometry, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(parameters, geometry)
