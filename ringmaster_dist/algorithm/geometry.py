@@ -52,13 +52,15 @@ def reference_lmo(matrix: torch.Tensor, geometry: str) -> torch.Tensor:
     if geometry == "spectral":
         left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
         rank = int((singular > singular[0] * 1e-12).sum())
-        return -spectral_scale(*matrix.shape) * (left[:, :rank] @ right[:rank])
+        rows, cols = matrix.shape
+        polar: torch.Tensor = left[:, :rank] @ right[:rank]
+        return polar.mul(-spectral_scale(rows, cols))
     if geometry == "euclidean":
-        return -matrix / matrix.norm()
+        return matrix.neg().div(torch.linalg.vector_norm(matrix))
     if geometry == "sign":
         return -matrix.sign()
     if geometry in ("column", "row"):
-        norms = matrix.norm(dim=0 if geometry == "column" else 1, keepdim=True)
+        norms = torch.linalg.vector_norm(matrix, dim=0 if geometry == "column" else 1, keepdim=True)
         return torch.where(norms > 0, -matrix / norms, 0.0)
     return -matrix
 

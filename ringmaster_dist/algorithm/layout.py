@@ -48,17 +48,17 @@ class Parameter(NamedTuple):
 
 
 class Block(NamedTuple):
-    """``count`` matrices ``rows x cols`` at ``start`` that share a geometry."""
+    """``num_matrices`` matrices ``rows x cols`` at ``start`` that share a geometry."""
 
     geometry: str
-    count: int
+    num_matrices: int
     rows: int
     cols: int
     start: int
 
     @property
     def size(self) -> int:
-        return self.count * self.rows * self.cols
+        return self.num_matrices * self.rows * self.cols
 
     @property
     def stop(self) -> int:
@@ -104,8 +104,7 @@ class Layout:
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter as a view of the flat buffer."""
         return {
-            p.name: flat[self.offsets[p.name] : self.offsets[p.name] + p.size].view(p.shape)
-            for p in self.parameters
+            p.name: flat[self.offsets[p.name] : self.offsets[p.name] + p.size].view(p.shape) for p in self.parameters
         }
 
     @property

@@ -49,7 +49,7 @@ class Agnostic:
     scale: float
 
     def eta(self, version: int) -> float:
-        return self.scale * (version + 1) ** -0.75
+        return self.scale * math.pow(version + 1, -0.75)
 
     def alpha(self, version: int) -> float:
         return 1.0 if version == 0 else 1.0 / math.sqrt(version)

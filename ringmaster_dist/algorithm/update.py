@@ -60,11 +60,11 @@ class Update:
         for block in layout.blocks:
             workspace = None
             if block.geometry == "spectral" and self._coefficients is not None:
-                key = (block.count, min(block.rows, block.cols), max(block.rows, block.cols))
+                key = (block.num_matrices, min(block.rows, block.cols), max(block.rows, block.cols))
                 workspace = workspaces.get(key) or oracles.Workspace(*key, dtype, device)
                 workspaces[key] = workspace
             scratch = self._scratch[: min(block.size, largest)]
-            matrices = None if block.geometry == "none" else scratch.view(block.count, block.rows, block.cols)
+            matrices = None if block.geometry == "none" else scratch.view(block.num_matrices, block.rows, block.cols)
             self._plan.append(_Planned(block, scratch, matrices, workspace))
 
     def apply(
@@ -96,9 +96,7 @@ class Update:
             scale = self._oracle(matrices, block, workspace)
             _step(x, scratch, eta * scale, keep, x_next)
 
-    def _direction(
-        self, momentum: torch.Tensor, gradient: torch.Tensor, alpha: float, out: torch.Tensor
-    ) -> None:
+    def _direction(self, momentum: torch.Tensor, gradient: torch.Tensor, alpha: float, out: torch.Tensor) -> None:
         """Moves the momentum and writes to ``out`` what the oracle is asked about."""
         momentum.lerp_(gradient, alpha)
         if self.nesterov:

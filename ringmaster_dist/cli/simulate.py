@@ -84,6 +84,7 @@ def _run(overrides: list[str]) -> int:
 
     from rich.console import Console
 
+    from ringmaster_dist.cli.signals import stop_signals
     from ringmaster_dist.observe.console import ProgressLine, print_summary
     from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
     from ringmaster_dist.simulation.session import simulate
@@ -99,7 +100,8 @@ def _run(overrides: list[str]) -> int:
     console = Console(file=sys.stdout)
     line = ProgressLine(console)
     try:
-        summary = simulate(config, directory, line.show)
+        with stop_signals() as stopping:
+            summary = simulate(config, directory, line.show, stopping)
     finally:
         line.close()
     print_summary(console, summary, summary["initial"], str(Path(directory.path)))

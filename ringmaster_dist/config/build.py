@@ -26,14 +26,17 @@ def build_schedule(config: Config) -> Schedule:
         schedule = agnostic(method.eta, generalized=method.smoothness == "generalized", known_l1=known_l1)
     elif method.schedule == "theory":
         given = method.constants
-        assert given.smoothness is not None and given.noise is not None and given.initial_gap is not None
-        assert config.budget.updates is not None
-        schedule = theory(
-            Constants(
-                given.smoothness, given.generalized_smoothness, given.noise, given.norm_ratio,
-                given.initial_gap, config.budget.updates,
-            )  # fmt: skip
+        known = (given.smoothness, given.noise, given.initial_gap, config.budget.updates)
+        assert None not in known, "validation has let a missing constant pass"
+        constants = Constants(
+            smoothness=given.smoothness or 0.0,
+            generalized_smoothness=given.generalized_smoothness,
+            noise=given.noise or 0.0,
+            norm_ratio=given.norm_ratio,
+            initial_gap=given.initial_gap or 0.0,
+            updates=config.budget.updates or 0,
         )
+        schedule = theory(constants)
     else:
         assert method.beta is not None
         threshold = math.inf if method.threshold is None else method.threshold

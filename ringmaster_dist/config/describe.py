@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -49,15 +50,8 @@ def _emit(tree: Any, prefix: str, depth: int, notes: dict[str, str], rows: list[
             _emit(value, f"{full}.", depth + 1, notes, rows)
         else:
             text = OmegaConf.to_yaml(OmegaConf.create({key: value}), resolve=True).rstrip()
-            text = text if "\n" not in text else f"{key}: {_inline(value)}"
+            text = text if "\n" not in text else f"{key}: {json.dumps(value)}"  # JSON on one line is YAML too
             rows.append(("  " * depth + text, notes.get(full, "")))
-
-
-def _inline(value: Any) -> str:
-    """A list as flow-style YAML on one line."""
-    import yaml
-
-    return str(yaml.safe_dump(value, default_flow_style=True, width=10_000)).strip()
 
 
 def _comments_of(path: Path, prefix: str) -> dict[str, str]:

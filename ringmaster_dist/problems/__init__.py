@@ -21,9 +21,7 @@ class Problem(Protocol):
         """The first iterate, flat."""
         ...
 
-    def gradient(
-        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int
-    ) -> tuple[torch.Tensor, float]:
+    def gradient(self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int) -> tuple[torch.Tensor, float]:
         """The gradient at the iterate for this draw, in fresh memory, and the loss there."""
         ...
 

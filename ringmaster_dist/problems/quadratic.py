@@ -8,6 +8,7 @@ The oracle adds one Gaussian number to every coordinate of the gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class Quadratic:
     def __init__(self, dim: int = 1729, noise: float = 0.01) -> None:
         self.dim = dim
         self.noise = noise
-        self.parameters = [Parameter("x", (dim,), "matrix")]
+        self.parameters: Sequence[Parameter] = [Parameter("x", (dim,), "matrix")]
         # A x = b is solved by the straight line from -1 at index -1 to 0 at index d.
         self._minimizer = np.arange(1, dim + 1) / (dim + 1) - 1.0
 
@@ -34,9 +35,7 @@ class Quadratic:
         start[0] = math.sqrt(self.dim)
         return start
 
-    def gradient(
-        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int
-    ) -> tuple[torch.Tensor, float]:
+    def gradient(self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int) -> tuple[torch.Tensor, float]:
         x = iterate.numpy()
         slope = np.convolve(x, _STENCIL, "same") if self.dim > 2 else self._short(x)
         slope[0] += 0.25

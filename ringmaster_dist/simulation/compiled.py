@@ -7,6 +7,7 @@ takes back iterate, momentum, version, counts and ledger whenever somebody may l
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ class CompiledSimulator:
         interrupt: bool = True,
         observer: Observer | None = None,
         record_arrivals: bool = True,
+        should_stop: Callable[[], bool] = lambda: False,
         sample_seconds: float = math.inf,
         sample_updates: float = math.inf,
     ) -> None:
@@ -56,6 +58,7 @@ class CompiledSimulator:
         self.core = core
         self.problem = problem
         self._observer = observer
+        self._should_stop = should_stop
         self._sample_seconds, self._next_sample_seconds = sample_seconds, 0.0
         self._sample_updates, self._next_sample_updates = sample_updates, 0.0
         for _ in range(speeds.num_workers):
@@ -87,7 +90,7 @@ class CompiledSimulator:
 
     def run(self, *, updates: float = math.inf, seconds: float = math.inf) -> None:
         counters = self._state.counters
-        while (version := int(counters[lane.VERSION])) < updates:
+        while (version := int(counters[lane.VERSION])) < updates and not self._should_stop():
             stop = min(version + _MOST_UPDATES, updates, max(version + 1, self._next_sample_updates))
             until = min(seconds, self._next_sample_seconds)
             why = self._play(version, math.ceil(stop) - version, until)

@@ -105,9 +105,12 @@ def choose_engine(config: Config, problem: Problem, speeds: Speeds) -> str:
 
 
 def simulate(
-    config: Config, directory: RunDirectory, progress: ProgressCallback = lambda fraction, text: None
+    config: Config,
+    directory: RunDirectory,
+    progress: ProgressCallback = lambda fraction, text: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Plays the run, writes its files, returns the summary. An interrupted run is summarised as far as it got."""
+    """Plays the run, writes its files, returns the summary. ``should_stop`` is asked between two arrivals."""
     began = time.perf_counter()
     problem = build_problem(config)
     core = build_core(config, problem)
@@ -116,13 +119,10 @@ def simulate(
     trace = directory.open_trace() if config.run.trace else None
     metrics = directory.open_metrics()
     recorder = Recorder(core, problem, config, metrics, trace, progress)
-    simulator = _simulator(engine, config, core, problem, speeds, recorder)
+    simulator = _simulator(engine, config, core, problem, speeds, recorder, should_stop)
     seconds = config.budget.seconds or math.inf
-    ended = "budget"
     try:
         simulator.run(updates=config.budget.updates or math.inf, seconds=seconds)
-    except KeyboardInterrupt:
-        ended = "interrupted by the user"
     except Stalled as error:
         raise UserError(f"{error}: cluster.phases stops them all and budget.seconds is not set") from error
     finally:
@@ -130,14 +130,16 @@ def simulate(
         if trace is not None:
             trace.close()
         metrics.close()
+    ended = "stopped by the user" if should_stop() else "budget"
     summary = _summary(config, problem, core, speeds, simulator, engine, ended, time.perf_counter() - began)
     directory.write_summary(summary)
     return {**summary, "initial": recorder.rows[0][problem.objective]}
 
 
 def _simulator(
-    engine: str, config: Config, core: ServerCore, problem: Problem, speeds: Speeds, recorder: Recorder
-) -> Simulator:
+    engine: str, config: Config, core: ServerCore, problem: Problem, speeds: Speeds, recorder: Recorder,
+    should_stop: Callable[[], bool],
+) -> Simulator:  # fmt: skip
     budget, samples = config.budget, config.run.samples
     kind: Any = Simulator
     if engine == "compiled":
@@ -152,6 +154,7 @@ def _simulator(
         interrupt=config.method.interrupt,
         observer=recorder,
         record_arrivals=config.run.trace,
+        should_stop=should_stop,
         sample_seconds=(budget.seconds or math.inf) / samples,
         sample_updates=max(1.0, (budget.updates or math.inf) / samples),
     )

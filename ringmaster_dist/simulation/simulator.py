@@ -11,6 +11,7 @@ iterate is forgotten as soon as no computation that could still be accepted is u
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,6 @@ from ringmaster_dist.protocol import Receipt, Snapshot
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.arrivals import Arrivals
 from ringmaster_dist.simulation.speeds import Floats, Ints, Speeds
-
 
 _IDLE = -1  # the version of a worker that has delivered and not begun again: nothing of it can be interrupted
 
@@ -70,6 +70,7 @@ class Simulator:
         interrupt: bool = True,
         observer: Observer | None = None,
         record_arrivals: bool = True,
+        should_stop: Callable[[], bool] = lambda: False,
         sample_seconds: float = math.inf,
         sample_updates: float = math.inf,
     ) -> None:
@@ -81,6 +82,7 @@ class Simulator:
         self.used_seconds: Floats = np.zeros(speeds.num_workers)  # spent on work that was
         self._seed = seed
         self._interrupt = interrupt
+        self._should_stop = should_stop
         self._observer = observer
         self._tell_arrivals = observer.arrival if observer is not None and record_arrivals else None
         self._sample_seconds, self._next_sample_seconds = sample_seconds, 0.0
@@ -99,9 +101,9 @@ class Simulator:
         self._begin_many(workers)
 
     def run(self, *, updates: float = math.inf, seconds: float = math.inf) -> None:
-        """Until the core's version or the clock reaches its budget, whichever comes first."""
+        """Until the core's version or the clock reaches its budget, or somebody asks to stop, whichever comes first."""
         core, arrivals = self.core, self._arrivals
-        while core.version < updates:
+        while core.version < updates and not self._should_stop():
             arrival = arrivals.pop()
             if arrival is None or arrival.time > seconds:
                 if seconds == math.inf:
@@ -129,9 +131,7 @@ class Simulator:
         else:
             self.wasted_seconds[worker] += compute_seconds
         if self._tell_arrivals is not None:
-            self._tell_arrivals(
-                now, worker, sequence, gradient_version, receipt, self._loss, compute_seconds
-            )
+            self._tell_arrivals(now, worker, sequence, gradient_version, receipt, self._loss, compute_seconds)
         self._arrivals.version[worker] = _IDLE
         if cohort is not None:
             cohort.in_flight -= 1

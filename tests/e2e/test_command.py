@@ -115,7 +115,9 @@ def test_places_that_cannot_be_written(tmp_path):
 
 
 def test_multirun_writes_one_directory_each(tmp_path):
-    done = ringmaster("simulate", "-m", *SMALL, "method=ringmaster,rennala", "method.eta=0.1,0.3", f"run.dir={tmp_path}/all")
+    done = ringmaster(
+        "simulate", "-m", *SMALL, "method=ringmaster,rennala", "method.eta=0.1,0.3", f"run.dir={tmp_path}/all"
+    )
     assert done.returncode == 0, done.stderr
     configs = [(tmp_path / f"all/{i}/config.yaml").read_text() for i in range(4)]
     assert sum("name: rennala" in text for text in configs) == 2
@@ -137,7 +139,7 @@ def test_stopped_by_hand_it_says_how_far_it_got(tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in errors
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["ended"] == "interrupted by the user"
+    assert summary["ended"] == "stopped by the user"
     assert summary["pushes"] == len(trace.read_text().splitlines()) > 0
     assert "accepted" in output
 

@@ -43,7 +43,9 @@ def test_profiles():
     assert profiles.base_seconds("sublinear", 5, 1.0).tolist() == pytest.approx([1, 2, 1 + 2**0.5, 1 + 3**0.5, 3])
     assert profiles.base_seconds("linear", 4, 0.5).tolist() == [0.5, 1, 1.5, 2]
     gpus = profiles.base_seconds("gpus", 9, 22.74e-3)
-    assert gpus.tolist() == pytest.approx([0.01418, 0.02274, 0.02653, 0.03842, 0.06415, 0.1286, 0.2152, 0.01418, 0.02274])
+    assert gpus.tolist() == pytest.approx(
+        [0.01418, 0.02274, 0.02653, 0.03842, 0.06415, 0.1286, 0.2152, 0.01418, 0.02274]
+    )
     assert profiles.base_seconds("linear", 32, 22.74e-3)[-1] == pytest.approx(0.72768, rel=1e-3)
 
 

@@ -192,7 +192,9 @@ def test_same_seed_same_run_other_seed_other_run():
     for seed in (1, 1, 2):
         problem = Quadratic(20, 0.05)
         core = make_core(Method(Constant(0.05, 0.05, 4)), problem)
-        Simulator(core, problem, Speeds(base_seconds("linear", 8, 1.0), jitter=0.2, seed=seed), seed=seed).run(seconds=50)
+        Simulator(core, problem, Speeds(base_seconds("linear", 8, 1.0), jitter=0.2, seed=seed), seed=seed).run(
+            seconds=50
+        )
         finals.append(core.snapshot.iterate)
     assert torch.equal(finals[0], finals[1])
     assert not torch.equal(finals[0], finals[2])

@@ -28,7 +28,9 @@ PARAMETERS = [
 def test_equals_a_loop_over_parameters(geometry, nesterov, weight_decay):
     roles = GEOMETRY_MAPS[geometry]
     layout = Layout(PARAMETERS, roles)
-    update = Update(layout, dtype=torch.float64, nesterov=nesterov, weight_decay=weight_decay, orthogonalization="exact")
+    update = Update(
+        layout, dtype=torch.float64, nesterov=nesterov, weight_decay=weight_decay, orthogonalization="exact"
+    )
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(layout.size, dtype=torch.float64, generator=generator)
     m = torch.zeros_like(x)
@@ -93,7 +95,7 @@ def test_paper_layout_and_its_temporaries():
     assert layout.size == 10_518_828
     spectral = [block for block in layout.blocks if block.geometry == "spectral"]
     assert sum(block.size for block in spectral) == 2_654_496
-    shapes = {(b.count, b.rows, b.cols) for b in spectral}
+    shapes = {(b.num_matrices, b.rows, b.cols) for b in spectral}
     assert shapes == {(24, 192, 192), (6, 768, 192), (6, 192, 768), (3, 3, 32)}
     update = Update(layout)
     assert update._scratch.numel() < layout.size / 5
