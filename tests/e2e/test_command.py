@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -185,3 +186,24 @@ def test_benches_report(name):
     assert report["bench"] == name
     assert report["machine"]["cores"] >= 1
     assert len(report["rows"]) >= 2
+
+
+def readme_commands():
+    text = (ROOT / "README.md").read_text()
+    return [line for line in text.splitlines() if line.startswith(".venv/bin/ringmaster simulate")]
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_the_readme_tells_the_truth(command, tmp_path):
+    """Every simulation the README names runs as it is printed."""
+    words = shlex.split(command)[1:]
+    done = ringmaster(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_names_commands_and_files_that_exist():
+    assert len(readme_commands()) >= 6
+    text = (ROOT / "README.md").read_text()
+    for path in ("launch/local.sh", "launch/test.sh", "docs/algorithm.md", "docs/run-directory.md", "CONTRIBUTING.md"):
+        assert path in text
+        assert (ROOT / path).exists()
