@@ -31,3 +31,57 @@ class Receipt(NamedTuple):
     version: int  # the server's version at arrival, before any update this push caused
     continue_at: int  # the worker goes on from the first snapshot of at least this version
     reason: str = ""  # why, when the verdict is invalid
+
+
+# Programs that speak different versions of these words refuse each other.
+PROTOCOL_VERSION = 1
+
+
+class JoinRequest(NamedTuple):
+    """What a worker says of itself."""
+
+    protocol_version: int
+    token: str  # the run's secret
+    slot: int  # which place of the delay profile it paces itself by; -1: its own id
+
+
+class Welcome(NamedTuple):
+    """The answer to a join. Without a session the reason says why there is none."""
+
+    session: str  # names the worker in all later calls; empty: refused, or the run is over
+    reason: str
+    ended: bool
+    worker_id: int
+    config: str  # the resolved run configuration, YAML
+    layout_fingerprint: str
+    snapshot: Snapshot | None
+
+
+class Push(NamedTuple):
+    """A finished gradient."""
+
+    sequence: int
+    gradient_version: int
+    gradient: torch.Tensor
+    loss: float
+    compute_seconds: float
+    interrupted: int  # how many gradients this worker has stopped early so far
+    interrupted_seconds: float  # and what they had cost
+
+
+class Reply(NamedTuple):
+    """The answer to a push or a fetch. Without a receipt and a snapshot, the run is over or the worker unknown."""
+
+    receipt: Receipt | None
+    snapshot: Snapshot | None
+    ended: bool = False
+    unknown: bool = False  # the session is not (or no longer) one of this server: join again
+
+
+class Staleness(str, Enum):
+    """The answer to a long poll about work in progress."""
+
+    STALE = "stale"  # it cannot be accepted any more
+    AGAIN = "again"  # not yet: ask again
+    ENDED = "ended"  # the run is over
+    UNKNOWN = "unknown"  # the session is not one of this server

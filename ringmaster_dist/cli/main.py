@@ -7,11 +7,18 @@ import sys
 
 from ringmaster_dist import __version__
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.transport.quiet import quiet_environment
 
 COMMANDS = {
+    "train": "train in real time: a server and workers of unequal pace, over torch RPC",
+    "replay": "recompute a real run from its trace and compare the bits",
     "simulate": "play a run in virtual time: thousands of workers on one core",
     "bench": "measure this system beside its alternatives",
 }
+
+
+# Called by other processes of this program, not by hand.
+_INTERNAL = {"serve": "serve", "torchrun-rank": "torchrun_rank"}
 
 
 def usage() -> str:
@@ -30,6 +37,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    quiet_environment()
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -39,9 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     command, *rest = arguments
     try:
-        if command not in COMMANDS:
+        if command not in COMMANDS and command not in _INTERNAL:
             raise UserError(f"there is no command {command!r}; known: {', '.join(COMMANDS)}")
-        module = importlib.import_module(f"ringmaster_dist.cli.{command}")
+        module = importlib.import_module(f"ringmaster_dist.cli.{_INTERNAL.get(command, command)}")
         return int(module.main(rest))
     except UserError as error:
         print(f"ringmaster: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from ringmaster_dist.cli.options import parse
 from ringmaster_dist.config.compose import compose, config_dir, expand, groups, to_typed
 from ringmaster_dist.config.describe import annotated, headline
 from ringmaster_dist.config.errors import UserError
@@ -36,7 +37,8 @@ def help_text() -> str:
 
 
 def main(argv: list[str]) -> int:
-    overrides, multirun, show = _parse(argv)
+    multirun = any(word in ("-m", "--multirun") for word in argv)
+    overrides, show = parse([word for word in argv if word not in ("-m", "--multirun")], "simulate")
     if show == "help":
         print(help_text())
         return 0
@@ -57,25 +59,6 @@ def main(argv: list[str]) -> int:
         if code:
             return code
     return 0
-
-
-def _parse(argv: list[str]) -> tuple[list[str], bool, str]:
-    overrides, multirun, show = [], False, ""
-    words = iter(argv)
-    for word in words:
-        if word in ("-h", "--help"):
-            show = "help"
-        elif word in ("-m", "--multirun"):
-            multirun = True
-        elif word in ("--cfg", "-c"):
-            if (what := next(words, "")) != "job":
-                raise UserError(f"--cfg {what}: only --cfg job is there")
-            show = "cfg"
-        elif word.startswith("-"):
-            raise UserError(f"there is no option {word}; see ringmaster simulate --help")
-        else:
-            overrides.append(word)
-    return overrides, multirun, show
 
 
 def _run(overrides: list[str]) -> int:

@@ -39,29 +39,37 @@ def groups() -> dict[str, list[str]]:
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
-def compose(overrides: Sequence[str]) -> DictConfig:
+def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     """The composed configuration, not yet checked. Raises `UserError` with one helpful line."""
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override!r} is not an override: write key=value, such as method.eta=0.1")
     try:
-        return _compose(overrides)
+        return _compose(overrides, name)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(error, overrides)) from error
+        raise UserError(_explain(error, overrides, name)) from error
 
 
 def load(overrides: Sequence[str]) -> Config:
-    """Composed, typed and validated."""
+    """Composed, typed and validated, for a simulation."""
     return to_typed(compose(overrides))
 
 
-def to_typed(composed: DictConfig) -> Config:
+def from_yaml(text: str) -> Config:
+    """A resolved configuration as it stands in a run directory."""
+    composed = OmegaConf.create(text)
+    if not isinstance(composed, DictConfig):
+        raise UserError("the configuration is not a YAML mapping")
+    return to_typed(composed, real_time=True)
+
+
+def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:
     try:
         typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {_first_line(error)}") from error
     assert isinstance(typed, Config)
-    validate(typed)
+    validate(typed, real_time=real_time)
     return typed
 
 
@@ -81,12 +89,12 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     return [list(combination) for combination in itertools.product(*choices)]
 
 
-def _compose(overrides: Sequence[str]) -> DictConfig:
+def _compose(overrides: Sequence[str], name: str) -> DictConfig:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return hydra_compose("config", overrides=list(overrides))
+        return hydra_compose(name, overrides=list(overrides))
 
 
-def _explain(error: Exception, overrides: Sequence[str]) -> str:
+def _explain(error: Exception, overrides: Sequence[str], name: str) -> str:
     known_groups = groups()
     choices = []
     for override in overrides:
@@ -96,7 +104,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
                 options = known_groups[key]
                 return f"{override}: there is no such {key}{_hint(value, options)}known: {', '.join(options)}"
             choices.append(override)
-    keys = _flat(OmegaConf.to_container(_compose(choices)))
+    keys = _flat(OmegaConf.to_container(_compose(choices, name)))
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key not in keys and key not in known_groups:

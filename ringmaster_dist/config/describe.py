@@ -16,7 +16,7 @@ _LINE = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))? *(?:# 
 
 def comments(choices: dict[str, str]) -> dict[str, str]:
     """The comment of each full key, with these choices of the groups."""
-    found = _comments_of(config_dir() / "config.yaml", "")
+    found = _comments_of(config_dir() / "config.yaml", "") | _comments_of(config_dir() / "train.yaml", "")
     for group, choice in choices.items():
         found.update(_comments_of(config_dir() / group / f"{choice}.yaml", f"{group}."))
     return found

@@ -89,6 +89,18 @@ class SimulationConfig:
 
 
 @dataclass
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = 0
+    lease_seconds: float = 10.0
+    threads: int = 16
+    connect_seconds: float = 10.0
+    call_seconds: float = 60.0
+    patience_seconds: float = 60.0
+    farewell_seconds: float = 10.0
+
+
+@dataclass
 class Config:
     problem: ProblemConfig = field(default_factory=ProblemConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
@@ -97,3 +109,4 @@ class Config:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     run: RunConfig = field(default_factory=RunConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.schema import Config, MethodConfig
+from ringmaster_dist.config.schema import Config, MethodConfig, ServerConfig
 from ringmaster_dist.profiles import PROFILES, base_seconds
 
 METHODS = ("ringmaster", "ringmaster_agnostic", "rennala", "delay_adaptive", "synchronous", "asynchronous")
@@ -15,7 +15,7 @@ _ORTHOGONALIZATIONS = ("polar_express", "jordan", "exact")
 _MOST_GRADIENTS_PER_WORKER = 1000  # a batch that needs more than this from each worker is a slip
 
 
-def validate(config: Config) -> None:
+def validate(config: Config, *, real_time: bool = False) -> None:
     """Raises `UserError` at the first thing that cannot be meant."""
     problem, cluster, budget, run = config.problem, config.cluster, config.budget, config.run
     _one_of("problem.name", problem.name, ("quadratic",))
@@ -27,7 +27,9 @@ def validate(config: Config) -> None:
     _one_of("geometry.orthogonalization", config.geometry.orthogonalization, _ORTHOGONALIZATIONS)
 
     _at_least("cluster.workers", cluster.workers, 1)
-    _one_of("cluster.profile", cluster.profile, tuple(PROFILES))
+    if cluster.profile == "none" and not real_time:
+        raise UserError(f"cluster.profile=none: simulated workers need a pace, one of {', '.join(PROFILES)}")
+    _one_of("cluster.profile", cluster.profile, (*PROFILES, "none"))
     _above("cluster.unit_seconds", cluster.unit_seconds, 0)
     _at_least("cluster.jitter", cluster.jitter, 0)
     for index, phase in enumerate(cluster.phases):
@@ -47,7 +49,16 @@ def validate(config: Config) -> None:
     _at_least("run.seed", run.seed, 0)
     _at_least("run.samples", run.samples, 1)
     _one_of("simulation.engine", config.simulation.engine, ("auto", "core", "compiled"))
+    _validate_server(config.server)
     _validate_method(config.method, config)
+
+
+def _validate_server(server: ServerConfig) -> None:
+    if not 0 <= server.port <= 65535:
+        raise UserError(f"server.port={server.port}: must be between 0 (any free one) and 65535")
+    _at_least("server.threads", server.threads, 2)
+    for name in ("lease_seconds", "connect_seconds", "call_seconds", "patience_seconds", "farewell_seconds"):
+        _above(f"server.{name}", getattr(server, name), 0)
 
 
 def _validate_method(method: MethodConfig, config: Config) -> None:
@@ -113,7 +124,7 @@ def _validate_batch(batch: int | None, config: Config) -> None:
             f"each of the {workers} workers; use at most {most}"
         )
     seconds = config.budget.seconds
-    if seconds is not None and not config.cluster.phases:
+    if seconds is not None and not config.cluster.phases and config.cluster.profile != "none":
         times = base_seconds(config.cluster.profile, workers, config.cluster.unit_seconds)
         deliverable = int((seconds // times).sum())
         if batch > deliverable:

@@ -44,7 +44,7 @@ class ProgressLine:
 
 
 def print_summary(console: Console, summary: dict[str, Any], first_value: float, directory: str) -> None:
-    """The end of a simulated run in words."""
+    """The end of a run in words."""
 
     def say(text: str = "") -> None:
         console.print(text, highlight=False, soft_wrap=True)
@@ -53,19 +53,21 @@ def print_summary(console: Console, summary: dict[str, Any], first_value: float,
     last_value = summary[f"final_{objective}"]
     meaning = "objective gap f(x) - f*" if objective == "gap" else "loss"
     pushes = summary["pushes"]
+    virtual = summary["clock"] == "virtual"
+    kind = "simulated" if virtual else "real"
     say()
-    say(f"[bold]{summary['method']}[/bold] on {summary['num_workers']} simulated workers, {summary['profile']} delays")
+    say(f"[bold]{summary['method']}[/bold] on {summary['num_workers']} {kind} workers, {summary['profile']} delays")
     say(f"  {meaning}: {first_value:.4g} -> [bold]{last_value:.4g}[/bold]")
     say(
-        f"  {summary['updates']:,} updates in {summary['seconds']:,.1f} virtual seconds "
-        f"({summary['wall_seconds']:.1f} s on this machine, {summary['engine']} engine)"
+        f"  {summary['updates']:,} updates in {summary['seconds']:,.1f} {'virtual ' if virtual else ''}seconds"
+        + (f" ({summary['wall_seconds']:.1f} s on this machine, {summary['engine']} engine)" if virtual else "")
     )
     say(
         f"  {pushes:,} gradients arrived: {summary['accepted']:,} accepted, {summary['stale']:,} stale, "
         f"{summary['invalid']:,} invalid; {summary['interrupted']:,} more were stopped early"
     )
     say(f"  {summary['wasted_fraction']:.0%} of the workers' compute went into work that was not used")
-    if summary["method"] != "synchronous":
+    if summary["method"] != "synchronous" and summary["synchronous_updates"]:
         say(
             f"  for comparison: waiting for the slowest worker every time allows at most "
             f"{summary['synchronous_updates']:,} updates in that time"

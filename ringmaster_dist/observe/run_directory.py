@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from ringmaster_dist.protocol import Receipt, Verdict
 
 _FILES = ("config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json")
+_REAL_FILES = ("members.jsonl", "final.safetensors", "address", "token")  # of a run in real time
 _FOLDERS = ("checkpoints",)
 _LINES_PER_WRITE = 512
 _JSON_VERDICT = {verdict: json.dumps(verdict.value) for verdict in Verdict}
@@ -30,7 +31,7 @@ class RunDirectory:
     def __init__(self, path: str | None, *, name: str, overwrite: bool = False) -> None:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         self.path = Path(path) if path else Path("runs") / f"{stamp}-{name}"
-        present = [item for item in (*_FILES, *_FOLDERS) if (self.path / item).exists()]
+        present = [item for item in (*_FILES, *_REAL_FILES, *_FOLDERS) if (self.path / item).exists()]
         if present and not overwrite:
             raise RunDirectoryError(
                 f"run.dir={self.path} already holds a run ({present[0]}): choose another run.dir, "
@@ -49,6 +50,13 @@ class RunDirectory:
                 f"run.dir={self.path} cannot be written ({error.strerror}): choose a writable run.dir"
             ) from error
 
+    @classmethod
+    def opened(cls, path: Path) -> RunDirectory:
+        """A directory that another process has claimed for this run."""
+        directory = cls.__new__(cls)
+        directory.path = path
+        return directory
+
     def write_config(self, yaml_text: str) -> None:
         (self.path / "config.yaml").write_text(yaml_text)
 
@@ -60,6 +68,17 @@ class RunDirectory:
 
     def open_trace(self) -> TraceWriter:
         return TraceWriter((self.path / "trace.jsonl").open("w"))
+
+    def write_secret(self, name: str, text: str) -> None:
+        """A file only its owner can read, there whole or not at all."""
+        temporary = self.path / f".{name}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        temporary.replace(self.path / name)
+
+    def open_members(self) -> MetricsWriter:
+        return MetricsWriter((self.path / "members.jsonl").open("w"))
 
     def open_metrics(self) -> MetricsWriter:
         return MetricsWriter((self.path / "metrics.jsonl").open("w"))

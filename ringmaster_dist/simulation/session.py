@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ringmaster_dist import __version__
+import numpy as np
+
 from ringmaster_dist.config.build import build_core, build_problem
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.run_directory import MetricsWriter, RunDirectory, TraceWriter
+from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.profiles import base_seconds
 from ringmaster_dist.protocol import Receipt
@@ -20,7 +22,6 @@ from ringmaster_dist.simulation.simulator import Simulator, Stalled
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
 
 _MANY_GRADIENTS = 20_000  # from here on the compiled lane saves more than it costs to load
-_LISTED_WORKERS = 1000  # summary.json lists at most this many, the first ones
 _ARRIVALS_PER_PROGRESS = 1024
 
 ProgressCallback = Callable[[float, str], None]
@@ -165,47 +166,28 @@ def _summary(
     config: Config, problem: Problem, core: ServerCore, speeds: Speeds, simulator: Simulator, engine: str,
     ended: str, wall_seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
-    used, wasted = float(simulator.used_seconds.sum()), float(simulator.wasted_seconds.sum())
-    active = [
-        worker for worker, record in core.workers.items()
-        if record.accepted or record.stale or record.invalid or simulator.interrupted[worker]
-    ]  # fmt: skip
-    per_worker = {
-        str(worker): {
+    busy = np.flatnonzero(simulator.used_seconds + simulator.wasted_seconds)
+    workers = {
+        worker: {
             "base_seconds": float(speeds.base[worker]),
-            "accepted": core.workers[worker].accepted,
-            "stale": core.workers[worker].stale,
-            "invalid": core.workers[worker].invalid,
             "interrupted": int(simulator.interrupted[worker]),
             "used_seconds": float(simulator.used_seconds[worker]),
             "wasted_seconds": float(simulator.wasted_seconds[worker]),
         }
-        for worker in active[:_LISTED_WORKERS]
+        for worker in busy.tolist()
     }
-    seconds = simulator.now
-    final = {f"final_{name}": value for name, value in problem.evaluate(core.snapshot.iterate).items()}
-    return {
-        "method": config.method.name,
-        "problem": config.problem.name,
-        "clock": "virtual",
-        "ended": ended,
-        "updates": core.version,
-        "seconds": seconds,
-        "pushes": core.pushes,
-        "accepted": core.accepted,
-        "stale": core.stale,
-        "invalid": core.invalid,
-        "interrupted": int(simulator.interrupted.sum()),
-        **final,
-        "gradients_per_second": core.pushes / seconds if seconds else 0.0,
-        "updates_per_second": core.version / seconds if seconds else 0.0,
-        "wasted_fraction": wasted / (used + wasted) if used + wasted else 0.0,
-        "synchronous_updates": math.floor(seconds / float(speeds.base.max())),
-        "num_workers": speeds.num_workers,
-        "profile": config.cluster.profile,
-        "engine": engine,
-        "wall_seconds": wall_seconds,
-        "version_of_program": __version__,
-        "per_worker": per_worker,
-        "per_worker_omitted": max(0, len(active) - _LISTED_WORKERS),
-    }
+    return summarize(
+        core,
+        problem.evaluate(core.snapshot.iterate),
+        seconds=simulator.now,
+        wall_seconds=wall_seconds,
+        workers=workers,
+        method=config.method.name,
+        problem=config.problem.name,
+        clock="virtual",
+        ended=ended,
+        synchronous_updates=math.floor(simulator.now / float(speeds.base.max())),
+        num_workers=speeds.num_workers,
+        profile=config.cluster.profile,
+        engine=engine,
+    )

@@ -1,0 +1,92 @@
+"""Recomputes a real run from its trace, in one process, and compares the bits.
+
+The trace says which gradients arrived in which order, of which worker, sequence and version; the batch of each is a
+function of those. So every gradient can be computed again at the iterate of its version, and the core, fed the same
+arrivals, has to give the same verdicts and end at the same iterate. Joins and leaves are fed at the same places.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from ringmaster_dist.config.build import build_core, build_problem
+from ringmaster_dist.config.compose import from_yaml
+from ringmaster_dist.config.errors import UserError
+
+
+class Outcome(NamedTuple):
+    same: bool
+    updates: int
+    pushes: int
+    message: str
+
+
+def replay(directory: Path) -> Outcome:
+    """Raises `UserError` where the directory does not hold a finished real run."""
+    for name in ("config.yaml", "trace.jsonl", "members.jsonl", "final.safetensors"):
+        if not (directory / name).exists():
+            raise UserError(f"{directory} has no {name}: replay needs the directory of a finished ringmaster train")
+    config = from_yaml((directory / "config.yaml").read_text())
+    problem = build_problem(config)
+    core = build_core(config, problem)
+    arrivals, members = _records(directory / "trace.jsonl"), _records(directory / "members.jsonl")
+    last_use = {record["gradient_version"]: index for index, record in enumerate(arrivals)}
+    iterates = {0: core.snapshot.iterate}
+    next_member = 0
+    torch.set_num_threads(1)  # as the workers
+    for index, record in enumerate(arrivals):
+        while next_member < len(members) and members[next_member]["pushes"] <= index:
+            _member(core, members[next_member])
+            iterates.setdefault(core.version, core.snapshot.iterate)
+            next_member += 1
+        worker, sequence, version = record["worker"], record["sequence"], record["gradient_version"]
+        if record["verdict"] == "invalid":
+            core.push(worker, sequence, version, torch.empty(0))
+            continue
+        before = core.version
+        gradient, loss = problem.gradient(iterates[version], config.run.seed, worker, sequence)
+        receipt = core.push(worker, sequence, version, gradient)
+        told = (record["verdict"], record["delay"], record["version"])
+        if (receipt.verdict.value, receipt.delay, receipt.version) != told:
+            return Outcome(False, core.version, index, f"arrival {index} was {told}, the replay says {tuple(receipt)}")
+        if record["loss"] is not None and record["loss"] != loss:
+            return Outcome(
+                False, before, index,
+                f"the loss at version {version} (arrival {index}) was {record['loss']!r}, the replay says {loss!r}: "
+                f"the iterates differ from update {version} on",
+            )  # fmt: skip
+        iterates.setdefault(core.version, core.snapshot.iterate)
+        for old in [v for v in (version, before) if last_use.get(v, -1) <= index and v != core.version]:
+            iterates.pop(old, None)
+    for member in members[next_member:]:
+        _member(core, member)
+    final = load_file(directory / "final.safetensors")
+    views = core.update.layout.views(core.snapshot.iterate)
+    if core.version != int(final.pop("version")):
+        return Outcome(False, core.version, len(arrivals), "the numbers of updates differ")
+    different = [name for name, tensor in final.items() if not torch.equal(tensor, views[name])]
+    if different:
+        return Outcome(False, core.version, len(arrivals), f"the final iterate differs in {', '.join(different)}")
+    return Outcome(True, core.version, len(arrivals), "the same bits")
+
+
+def _member(core: Any, record: dict[str, Any]) -> None:
+    if record["event"] == "join":
+        core.join(record["worker"])
+    else:
+        core.leave(record["worker"])
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path} line {number} is not JSON: the file is damaged or still being written") from error
+    return records

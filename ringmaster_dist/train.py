@@ -1,0 +1,25 @@
+"""``torchrun --nproc-per-node=N -m ringmaster_dist.train [key=value ...]``: rank 0 serves, the others work."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ringmaster_dist.transport.quiet import quiet_environment
+
+quiet_environment()
+
+
+def main(argv: list[str]) -> int:
+    from ringmaster_dist.cli.main import main as ringmaster
+
+    if "RANK" not in os.environ:
+        return ringmaster(["train", *argv])
+    return ringmaster(["torchrun-rank", *argv])
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without the interpreter's farewell, in which TensorPipe's threads may hang

@@ -1,0 +1,1 @@
+"""Torch RPC, and nothing else. The only room that imports torch.distributed."""

@@ -1,0 +1,151 @@
+"""A star of torch RPC agents: the server is a group of one, each worker is rank 1 of a private group of two.
+
+The public ways to form a group do not fit workers that come and go: a static group needs everybody at the start and
+hangs when one is dead, a dynamic one makes each joiner call every member. Here a worker only ever knows the server.
+Its two-member group lives under a prefix of its own in the server's store, where the server's address is copied to.
+
+This file uses names of torch that begin with an underscore. `check_assumptions` says which is gone, should one be.
+A broken pipe is final for an agent: to reconnect, close the client and make a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.distributed.rpc import api
+
+from ringmaster_dist.protocol import JoinRequest, Push, Reply, Staleness, Welcome
+from ringmaster_dist.transport import surface
+from ringmaster_dist.transport.unpickling import restrict
+
+_SERVER = "server"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Unreachable(Exception):
+    """The server cannot be reached; the message says where it was looked for."""
+
+
+def check_assumptions() -> None:
+    """Raises with the name of the first private part of torch that is not there."""
+    from torch._C import _distributed_autograd, _distributed_rpc
+
+    for owner, name in (
+        (_distributed_autograd, "_init"),
+        (_distributed_rpc, "TensorPipeAgent"),
+        (api, "_init_rpc_states"),
+        (rpc.internal, "_unpickler"),
+        (rpc.internal, "_InternalRPCPickler"),
+    ):
+        if not hasattr(owner, name):
+            raise RuntimeError(
+                f"torch {torch.__version__} has no {owner.__name__}.{name}, which the RPC star stands on"
+            )
+
+
+def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threads: int, timeout: float) -> None:
+    from torch._C._distributed_autograd import _init
+    from torch._C._distributed_rpc import TensorPipeAgent
+
+    restrict()
+    _init(rank)
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=threads, rpc_timeout=timeout)
+    agent = TensorPipeAgent(store, name, rank, world_size, options, {}, [])
+    api._init_rpc_states(agent)
+
+
+def _bind_to_loopback_if(host: str) -> None:
+    """TensorPipe listens where its interface says; for a server on loopback that is loopback alone."""
+    if host in _LOOPBACK:
+        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+
+
+class Host:
+    """The server's end. Serves from the moment it is made until `close`."""
+
+    def __init__(self, handlers: surface.Handlers, host: str, port: int, *, threads: int, timeout: float) -> None:
+        check_assumptions()
+        _bind_to_loopback_if(host)
+        listener = socket.create_server((host, port), backlog=1024)
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        surface.serve(handlers)
+        self._store = dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=listener.detach(),
+        )
+        _start_agent(dist.PrefixStore(_SERVER, self._store), _SERVER, 0, 1, threads, timeout)
+
+    def close(self) -> None:
+        rpc.shutdown(graceful=False)
+
+
+class Client:
+    """A worker's end: the five calls, each with its own timeout. Every call may raise `Unreachable`."""
+
+    def __init__(self, server: str, *, connect_seconds: float, call_seconds: float) -> None:
+        host, _, port = server.rpartition(":")
+        self._server, self._seconds = server, call_seconds
+        _bind_to_loopback_if(host)
+        try:  # with a plain socket first: c10d writes a stack trace on every failed connect
+            socket.create_connection((host, int(port)), timeout=connect_seconds).close()
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=connect_seconds))
+            number = store.add("joined", 1)
+            private = dist.PrefixStore(f"worker/{number}", store)
+            private.set("names/0", _SERVER)
+            private.set(f"addrs/{_SERVER}", store.get(f"{_SERVER}/addrs/{_SERVER}"))
+            _start_agent(private, f"worker-{number}", 1, 2, 4, call_seconds)
+        except (OSError, RuntimeError) as error:
+            raise Unreachable(f"no server at {server}") from error
+
+    def close(self) -> None:
+        """Drops the connection; a new client may be made afterwards, in the same process."""
+        if api._is_current_rpc_agent_set():
+            rpc.shutdown(graceful=False)
+
+    def join(self, request: JoinRequest) -> Welcome:
+        welcome: Welcome = self._call(surface.join, request)
+        return welcome
+
+    def fetch(self, session: str, known_version: int) -> Reply:
+        reply: Reply = self._call(surface.fetch, session, known_version)
+        return reply
+
+    def push(self, session: str, push: Push) -> Reply:
+        reply: Reply = self._call(surface.push, session, push, seconds=0.0)  # a round may take as long as it takes
+        return reply
+
+    def leave(self, session: str) -> None:
+        self._call(surface.leave, session)
+
+    def await_stale(self, session: str, gradient_version: int, answer: Callable[[Staleness], None]) -> None:
+        """Asks, does not wait: ``answer`` is called from another thread, with UNKNOWN if the connection broke."""
+
+        def done(future: torch.futures.Future[Staleness]) -> None:
+            try:
+                answer(future.value())
+            except RuntimeError:
+                answer(Staleness.UNKNOWN)
+
+        try:
+            future = rpc.rpc_async(_SERVER, surface.await_stale, args=(session, gradient_version), timeout=0.0)
+        except RuntimeError as error:
+            raise Unreachable(f"lost the server at {self._server}") from error
+        future.add_done_callback(done)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+        timeout = self._seconds if seconds is None else seconds
+        try:
+            return rpc.rpc_sync(_SERVER, function, args=arguments, timeout=timeout)
+        except RuntimeError as error:
+            raise Unreachable(f"lost the server at {self._server}") from error

@@ -1,0 +1,56 @@
+"""The functions a worker calls on the server, found by name. They hand over to whoever serves in this process.
+
+`push` and `await_stale` answer with a future, so that a worker that waits holds no thread of the server.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.distributed import rpc
+
+from ringmaster_dist.protocol import JoinRequest, Push, Reply, Staleness, Welcome
+
+
+class Handlers(Protocol):
+    """What the serving side implements. Called from RPC threads, several at once; must not raise."""
+
+    def join(self, request: JoinRequest) -> Welcome: ...
+
+    def fetch(self, session: str, known_version: int) -> Reply: ...
+
+    def push(self, session: str, push: Push) -> torch.futures.Future[Reply]: ...
+
+    def await_stale(self, session: str, gradient_version: int) -> torch.futures.Future[Staleness]: ...
+
+    def leave(self, session: str) -> None: ...
+
+
+_serving: list[Handlers] = []
+
+
+def serve(handlers: Handlers) -> None:
+    _serving[:] = [handlers]
+
+
+def join(request: JoinRequest) -> Welcome:
+    return _serving[0].join(request)
+
+
+def fetch(session: str, known_version: int) -> Reply:
+    return _serving[0].fetch(session, known_version)
+
+
+@rpc.functions.async_execution
+def push(session: str, push: Push) -> torch.futures.Future[Reply]:
+    return _serving[0].push(session, push)
+
+
+@rpc.functions.async_execution
+def await_stale(session: str, gradient_version: int) -> torch.futures.Future[Staleness]:
+    return _serving[0].await_stale(session, gradient_version)
+
+
+def leave(session: str) -> None:
+    _serving[0].leave(session)

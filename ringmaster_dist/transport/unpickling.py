@@ -1,0 +1,51 @@
+"""What a peer may send: the calls and words of this system, tensors, and nothing that runs.
+
+Torch RPC pickles calls and results. Its unpickler is replaced, for the whole process, by one that resolves only the
+names below. A tensor travels as ``getattr(_InternalRPCPickler, "_tensor_receiver")(index)``, so ``getattr`` is
+resolved to a function that knows this one case.
+"""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+from typing import Any
+
+from torch.distributed.rpc import internal
+
+from ringmaster_dist import protocol
+
+_CALLS = ("join", "fetch", "push", "await_stale", "leave")
+_WORDS = ("JoinRequest", "Welcome", "Push", "Reply", "Staleness", "Snapshot", "Receipt", "Verdict")
+# What a result may say went wrong on the other side; they are only made from a text.
+_EXCEPTIONS = ("Exception", "RuntimeError", "ValueError", "TypeError", "KeyError", "AttributeError", "IndexError")
+
+
+def _only_the_tensor_receiver(owner: object, name: str) -> Any:
+    if owner is internal._InternalRPCPickler and name == "_tensor_receiver":
+        return internal._InternalRPCPickler._tensor_receiver
+    raise pickle.UnpicklingError(f"refused: getattr of {name!r}")
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "ringmaster_dist.transport.surface" and name in _CALLS:
+            from ringmaster_dist.transport import surface
+
+            return getattr(surface, name)
+        if module == protocol.__name__ and name in _WORDS:
+            return getattr(protocol, name)
+        if module == internal.__name__ and name in ("PythonUDF", "RemoteException", "_InternalRPCPickler"):
+            return getattr(internal, name)
+        if module == "builtins" and name == "getattr":
+            return _only_the_tensor_receiver
+        if module == "builtins" and name in _EXCEPTIONS:
+            return getattr(builtins, name)
+        raise pickle.UnpicklingError(f"refused: {module}.{name} is not part of this system's exchange")
+
+
+def restrict() -> None:
+    """From now on this process unpickles RPC messages with the list above."""
+    if not hasattr(internal, "_unpickler"):
+        raise RuntimeError("this torch has no torch.distributed.rpc.internal._unpickler to replace: refusing to serve")
+    internal._unpickler = RestrictedUnpickler
