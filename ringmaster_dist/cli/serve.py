@@ -69,6 +69,8 @@ def serve(
         journal=Journal(trace, members),
         max_updates=config.budget.updates or math.inf,
         max_seconds=config.budget.seconds or math.inf,
+        expected_workers=config.cluster.workers,
+        start_seconds=settings.start_seconds,
     )
     try:
         host = Host(service, settings.host, settings.port, threads=settings.threads, timeout=settings.call_seconds)

@@ -26,7 +26,8 @@ def main(argv: list[str]) -> int:
     from ringmaster_dist.cli.serve import serve
     from ringmaster_dist.cli.signals import stop_signals
 
-    config, config_text, directory = prepare(argv)
+    workers = int(os.environ["WORLD_SIZE"]) - 1
+    config, config_text, directory = prepare([*argv, f"cluster.workers={workers}"])
     token = secrets.token_hex(16)
     directory.write_secret("token", token)
     stores = []

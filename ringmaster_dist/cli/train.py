@@ -36,6 +36,7 @@ Examples
 _START_SECONDS = 60.0
 _TICK_SECONDS = 0.05
 _RESTART_SECONDS = 0.5
+_LAST_SECONDS = 2.0
 _QUICK_DEATH_SECONDS, _MOST_QUICK_DEATHS = 5.0, 3
 
 
@@ -136,7 +137,9 @@ def supervise(config: Config, directory: RunDirectory, token: str) -> int:
             if server.poll() is None:
                 server.terminate()  # it tells the workers, writes what there is, and ends
     finally:
-        _finish([server, *(place.process for place in places if place.process)], 2 * config.server.farewell_seconds)
+        # The server waits for whoever has joined; who has not, or does not end soon after it, is not needed any more.
+        _finish([server], 2 * config.server.farewell_seconds)
+        _finish([place.process for place in places if place.process], _LAST_SECONDS)
     if failed:
         print(f"ringmaster: a worker died {_MOST_QUICK_DEATHS} times as soon as it had started: the run was ended; "
               "its last words are above", file=sys.stderr)  # fmt: skip

@@ -92,6 +92,7 @@ class SimulationConfig:
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 0
+    start_seconds: float = 30.0
     lease_seconds: float = 10.0
     threads: int = 16
     connect_seconds: float = 10.0

@@ -57,6 +57,7 @@ def _validate_server(server: ServerConfig) -> None:
     if not 0 <= server.port <= 65535:
         raise UserError(f"server.port={server.port}: must be between 0 (any free one) and 65535")
     _at_least("server.threads", server.threads, 2)
+    _at_least("server.start_seconds", server.start_seconds, 0)
     for name in ("lease_seconds", "connect_seconds", "call_seconds", "patience_seconds", "farewell_seconds"):
         _above(f"server.{name}", getattr(server, name), 0)
 

@@ -95,6 +95,8 @@ class Service:
         journal: Journal,
         max_updates: float,
         max_seconds: float,
+        expected_workers: int = 1,
+        start_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
@@ -105,7 +107,10 @@ class Service:
         self._journal = journal
         self._max_updates, self._max_seconds = max_updates, max_seconds
         self._clock = clock
-        self._began: float | None = None  # when the first worker joined
+        self._expected_workers, self._start_seconds = expected_workers, start_seconds
+        self._first_join: float | None = None
+        self._joining: list[tuple[torch.futures.Future[Welcome], Welcome]] = []  # who waits for the run to start
+        self._began: float | None = None  # when it started
         self._ended_at: float | None = None
         self._lock = threading.Lock()
         self._sessions: dict[str, int] = {}
@@ -116,7 +121,7 @@ class Service:
 
     @property
     def seconds(self) -> float:
-        """Since the first worker joined, until the end."""
+        """Since the workers were let go, until the end."""
         if self._began is None:
             return 0.0
         return (self._ended_at if self._ended_at is not None else self._clock()) - self._began
@@ -141,26 +146,57 @@ class Service:
 
     # --- the calls -------------------------------------------------------------------------------------------
 
-    def join(self, request: JoinRequest) -> Welcome:
+    def join(self, request: JoinRequest) -> torch.futures.Future[Welcome]:
+        """Answered at once in a run that goes on; before, when everybody expected is there (see `_watch`)."""
+        future: torch.futures.Future[Welcome] = torch.futures.Future()
+        answers = _Answers()
+        with self._lock:
+            answers.add(future, self._admit(request))
+            welcome = answers.pending[0][1]
+            if welcome.session and not self._started:
+                self._joining.append((future, welcome))
+                answers.pending.clear()
+                self._start_if_due(answers)
+        answers.send()
+        return future
+
+    def _admit(self, request: JoinRequest) -> Welcome:
         if request.protocol_version != PROTOCOL_VERSION:
             return _refused(f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}")
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             log.warning("a join with a wrong token was refused")
             return _refused("the token is not that of this run")
-        with self._lock:
-            if self.ended.is_set():
-                return Welcome("", "the run is over", True, -1, "", "", None)
-            if self._began is None:
-                self._began = self._clock()
-            worker = self.core.join()
-            self._journal.membership(worker, "join", self.core.pushes)
-            session = secrets.token_hex(16)
-            self._sessions[session] = worker
-            slot = request.slot if request.slot >= 0 else worker
-            self.workers[worker] = WorkerStatus(session, slot, self._clock())
-            fingerprint = self.core.update.layout.fingerprint
-            log.info("worker-%d v=%d joined", worker, self.core.version)
-            return Welcome(session, "", False, worker, self._config_text, fingerprint, self.core.snapshot)
+        if self.ended.is_set():
+            return Welcome("", "the run is over", True, -1, "", "", None)
+        worker = self.core.join()
+        self._journal.membership(worker, "join", self.core.pushes)
+        session = secrets.token_hex(16)
+        self._sessions[session] = worker
+        slot = request.slot if request.slot >= 0 else worker
+        self.workers[worker] = WorkerStatus(session, slot, self._clock())
+        if self._first_join is None:
+            self._first_join = self._clock()
+        log.info("worker-%d v=%d joined", worker, self.core.version)
+        fingerprint = self.core.update.layout.fingerprint
+        return Welcome(session, "", False, worker, self._config_text, fingerprint, self.core.snapshot)
+
+    def _start_if_due(self, answers: _Answers) -> None:
+        """Starts the run's clock, and everybody at once, when all who are expected have joined or time is up."""
+        if self._started or self._first_join is None:
+            return
+        now = self._clock()
+        if len(self._joining) < self._expected_workers and now - self._first_join < self._start_seconds:
+            return
+        self._began = now
+        for future, welcome in self._joining:
+            answers.add(future, welcome)
+        self._joining.clear()
+        for status in self.workers.values():
+            status.last_seen = now
+
+    @property
+    def _started(self) -> bool:
+        return self._began is not None
 
     def fetch(self, session: str, known_version: int) -> Reply:
         with self._lock:
@@ -279,6 +315,9 @@ class Service:
             return
         self._ended_at = self._clock()
         self.ended.set()
+        for joining, welcome in self._joining:
+            answers.add(joining, welcome)  # its first call will tell it
+        self._joining.clear()
         for waiting in self._waiting:
             answers.add(waiting.future, Reply(waiting.receipt, None, ended=True))
         self._waiting = []
@@ -296,9 +335,10 @@ class Service:
             answers = _Answers()
             with self._lock:
                 now = self._clock()
+                self._start_if_due(answers)
                 if self.seconds >= self._max_seconds:
                     self._end(answers)
-                for worker, status in self.workers.items():
+                for worker, status in self.workers.items() if self._started else ():
                     if worker in self.core.live and now - status.last_seen > self._lease_seconds:
                         self._remove(worker, "lost its lease", answers)
                     elif status.poll is not None and now - status.poll[2] > self._lease_seconds / 3:

@@ -56,7 +56,10 @@ def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threa
 
     restrict()
     _init(rank)
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=threads, rpc_timeout=timeout)
+    # Not shared memory: its reactor spins, and with more processes than cores it starved single workers for seconds.
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=threads, rpc_timeout=timeout, _transports=["uv"], _channels=["basic"]
+    )
     agent = TensorPipeAgent(store, name, rank, world_size, options, {}, [])
     api._init_rpc_states(agent)
 

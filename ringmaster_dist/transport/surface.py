@@ -1,6 +1,6 @@
 """The functions a worker calls on the server, found by name. They hand over to whoever serves in this process.
 
-`push` and `await_stale` answer with a future, so that a worker that waits holds no thread of the server.
+`join`, `push` and `await_stale` answer with a future, so that a worker that waits holds no thread of the server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ringmaster_dist.protocol import JoinRequest, Push, Reply, Staleness, Welcom
 class Handlers(Protocol):
     """What the serving side implements. Called from RPC threads, several at once; must not raise."""
 
-    def join(self, request: JoinRequest) -> Welcome: ...
+    def join(self, request: JoinRequest) -> torch.futures.Future[Welcome]: ...
 
     def fetch(self, session: str, known_version: int) -> Reply: ...
 
@@ -34,7 +34,8 @@ def serve(handlers: Handlers) -> None:
     _serving[:] = [handlers]
 
 
-def join(request: JoinRequest) -> Welcome:
+@rpc.functions.async_execution
+def join(request: JoinRequest) -> torch.futures.Future[Welcome]:
     return _serving[0].join(request)
 
 

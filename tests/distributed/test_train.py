@@ -1,0 +1,188 @@
+"""Real runs: server and workers as processes, over torch RPC on loopback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.processes import LONG, QUICK, Run, alive, check_finished, replay, until
+
+METHODS = {
+    "ringmaster": ["method.threshold=2"],
+    "ringmaster_agnostic": ["method.eta=1"],
+    "rennala": ["method.batch=3"],
+    "delay_adaptive": [],
+    "synchronous": [],
+    "asynchronous": [],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_real_run_replays_to_the_same_bits(method, tmp_path):
+    with Run(tmp_path / "run", f"method={method}", *METHODS[method], "budget.updates=60") as run:
+        summary = check_finished(run)
+    assert summary["updates"] == 60
+    assert summary["num_workers"] == 3
+    assert summary["clock"] == "real"
+    assert summary["final_gap"] < 100
+    assert all(worker["accepted"] + worker["interrupted"] > 0 for worker in summary["per_worker"].values())
+    if method == "ringmaster":
+        assert all(a["delay"] < 2 for a in run.arrivals() if a["verdict"] == "accepted")
+    if method == "synchronous":
+        assert summary["accepted"] == 180
+
+
+def test_a_damaged_trace_does_not_replay(tmp_path):
+    """The replay can fail: another loss, another order, a missing line, a bit of the result."""
+    with Run(tmp_path / "run", "budget.updates=30") as run:
+        check_finished(run)
+    trace = tmp_path / "run" / "trace.jsonl"
+    lines = trace.read_text().splitlines(keepends=True)
+    assert len(lines) >= 30
+    record = json.loads(lines[9])
+    for damaged in (
+        [*lines[:9], json.dumps({**record, "loss": record["loss"] + 1e-9}) + "\n", *lines[10:]],
+        [*lines[:9], lines[10], lines[9], *lines[11:]],
+        lines[:-1],
+    ):
+        trace.write_text("".join(damaged))
+        replayed = replay(tmp_path / "run")
+        assert replayed.returncode == 1
+        assert "DIFFERENT" in replayed.stdout
+    trace.write_text("".join(lines) + '{"time": 1.0, "wor')
+    broken = replay(tmp_path / "run")
+    assert broken.returncode == 2
+    assert "not JSON" in broken.stderr
+    trace.write_text("".join(lines))
+    final = tmp_path / "run" / "final.safetensors"
+    content = bytearray(final.read_bytes())
+    content[-20] ^= 1
+    final.write_bytes(content)
+    assert replay(tmp_path / "run").returncode == 1
+
+
+def test_interruption_saves_compute(tmp_path):
+    """A worker fifty times too slow is stopped early with interruption, and delivers in vain without."""
+    outcomes = {}
+    for interrupt in ("true", "false"):
+        overrides = [
+            "cluster.workers=2",
+            "cluster.profile=linear",
+            "method.threshold=1",
+            f"method.interrupt={interrupt}",
+        ]
+        with Run(tmp_path / interrupt, *overrides, "cluster.unit_seconds=0.03", "budget.updates=80") as run:
+            outcomes[interrupt] = check_finished(run)
+    assert outcomes["true"]["interrupted"] > 10
+    assert outcomes["false"]["interrupted"] <= 1  # the end of the run interrupts everybody
+    assert outcomes["false"]["stale"] > 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_by_hand(number, tmp_path):
+    with Run(tmp_path / "run", *LONG) as run:
+        until(lambda: run.version() > 20, "twenty updates")
+        run.children()
+        run.process.send_signal(number)
+        summary = check_finished(run)
+    assert summary["ended"] == "stopped by the user"
+    assert summary["updates"] > 20
+
+
+def test_ends_by_its_seconds(tmp_path):
+    with Run(tmp_path / "run", "budget.updates=null", "budget.seconds=2") as run:
+        summary = check_finished(run)
+    assert summary["ended"] == "budget"
+    assert 2.0 <= summary["seconds"] < 3.0
+
+
+def worker(*arguments, **environment):
+    command = [sys.executable, "-m", "ringmaster_dist.worker", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+
+
+def test_workers_join_a_run_with_nothing_but_address_and_token(tmp_path):
+    with Run(tmp_path / "run", "cluster.workers=1", *LONG) as run:
+        address = (
+            until(lambda: (tmp_path / "run/address").exists(), "an address") and (tmp_path / "run/address").read_text()
+        )
+        until(lambda: run.version() > 5, "the run goes on")
+        guest = worker(f"server={address}", f"token_file={tmp_path}/run/token")
+        stranger = worker(f"server={address}", RINGMASTER_TOKEN="wrong")
+        _, errors = stranger.communicate(timeout=60)
+        assert stranger.returncode == 2
+        assert "the token is not that of this run" in errors
+        until(lambda: any(m["worker"] == 1 for m in run.members()), "the guest has joined")
+        until(lambda: run.version() > 60, "more updates")
+        run.children()
+        run.process.send_signal(signal.SIGINT)
+        summary = check_finished(run)
+        assert guest.wait(timeout=30) == 0
+    assert summary["per_worker"]["1"]["accepted"] > 0
+    assert (tmp_path / "run/token").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "server=HOST:PORT"),
+        (["server=nowhere"], "server=HOST:PORT"),
+        (["serv=a:1"], "not understood"),
+        (["server=127.0.0.1:1"], "no token"),
+        (["server=127.0.0.1:1", "token_file=/nonexistent"], "No such file"),
+    ],
+)
+def test_a_worker_told_nonsense_says_so(arguments, message):
+    process = worker(*arguments)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert message in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_a_worker_without_a_server_gives_up_with_one_line():
+    process = worker("server=127.0.0.1:1", "patience_seconds=1", RINGMASTER_TOKEN="x")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.strip() == "ringmaster worker: no server at 127.0.0.1:1, for 1 s"
+
+
+def test_a_taken_port_is_told(tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Run(tmp_path / "run", f"server.port={port}") as run:
+            code, _, errors = run.wait()
+    assert code == 2
+    assert f"server.port={port} cannot be listened on" in errors
+    assert "Traceback" not in errors
+
+
+def test_torchrun(tmp_path):
+    """Rank 0 serves, the others work."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m",
+        "ringmaster_dist.train", f"run.dir={tmp_path}/run", *QUICK, "method=rennala", "method.batch=2",
+        "budget.updates=40",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["updates"] == 40
+    assert summary["num_workers"] == 2
+    assert replay(tmp_path / "run").returncode == 0
+
+
+def test_no_orphan_when_the_supervisor_is_killed(tmp_path):
+    with Run(tmp_path / "run", *LONG) as run:
+        until(lambda: run.version() > 5, "the run goes on")
+        children = run.children()
+        assert len(children) == 4
+        run.process.kill()
+        until(lambda: not any(alive(pid) for pid in children), "the children have ended", 40)
