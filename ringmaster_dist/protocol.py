@@ -57,6 +57,13 @@ class Welcome(NamedTuple):
     snapshot: Snapshot | None
 
 
+class Interruptions(NamedTuple):
+    """What a worker has stopped early so far."""
+
+    num: int = 0
+    seconds: float = 0.0  # spent on it
+
+
 class Push(NamedTuple):
     """A finished gradient."""
 
@@ -65,8 +72,6 @@ class Push(NamedTuple):
     gradient: torch.Tensor
     loss: float
     compute_seconds: float
-    interrupted: int  # how many gradients this worker has stopped early so far
-    interrupted_seconds: float  # and what they had cost
 
 
 class Reply(NamedTuple):

@@ -125,9 +125,9 @@ def _summary(config: Config, problem: Any, service: Service, ended: str, wall_se
         base = float(base_seconds(cluster.profile, status.slot + 1, cluster.unit_seconds)[-1]) if paced else 0.0
         workers[worker] = {
             "base_seconds": base,
-            "interrupted": status.interrupted,
+            "interrupted": status.interruptions.num,
             "used_seconds": status.used_seconds,
-            "wasted_seconds": status.wasted_seconds + status.interrupted_seconds,
+            "wasted_seconds": status.wasted_seconds + status.interruptions.seconds,
         }
     slowest = max((worker["base_seconds"] for worker in workers.values()), default=0.0)
     return summarize(

@@ -37,7 +37,7 @@ _START_SECONDS = 60.0
 _TICK_SECONDS = 0.05
 _RESTART_SECONDS = 0.5
 _LAST_SECONDS = 2.0
-_QUICK_DEATH_SECONDS, _MOST_QUICK_DEATHS = 5.0, 3
+_QUICK_DEATH_SECONDS, _MOST_QUICK_DEATHS = 10.0, 3
 
 
 def main(argv: list[str]) -> int:
@@ -107,7 +107,9 @@ class Place:
             if now >= self.start_at:
                 self.process, self._started_at = _start([*command, f"slot={self.slot}"], environment), now
         elif self.process.poll() not in (None, 0):
-            self._quick_deaths = self._quick_deaths + 1 if now - self._started_at < _QUICK_DEATH_SECONDS else 0
+            # Killed from outside is bad luck; failing by itself, time after time as soon as it starts, is not.
+            own_fault = self.process.returncode > 0 and now - self._started_at < _QUICK_DEATH_SECONDS
+            self._quick_deaths = self._quick_deaths + 1 if own_fault else 0
             print(
                 f"worker in slot {self.slot} ended with {self.process.returncode}: starting it again", file=sys.stderr
             )
@@ -141,7 +143,7 @@ def supervise(config: Config, directory: RunDirectory, token: str) -> int:
         _finish([server], 2 * config.server.farewell_seconds)
         _finish([place.process for place in places if place.process], _LAST_SECONDS)
     if failed:
-        print(f"ringmaster: a worker died {_MOST_QUICK_DEATHS} times as soon as it had started: the run was ended; "
+        print(f"ringmaster: a worker failed {_MOST_QUICK_DEATHS} times as soon as it had started: the run was ended; "
               "its last words are above", file=sys.stderr)  # fmt: skip
         return 1
     return server.returncode

@@ -23,6 +23,7 @@ import torch
 
 from ringmaster_dist.protocol import (
     PROTOCOL_VERSION,
+    Interruptions,
     JoinRequest,
     Push,
     Receipt,
@@ -53,10 +54,9 @@ class WorkerStatus:
     session: str
     slot: int
     last_seen: float
-    interrupted: int = 0
+    interruptions: Interruptions = Interruptions()  # noqa: RUF009  (immutable)
     used_seconds: float = 0.0
     wasted_seconds: float = 0.0
-    interrupted_seconds: float = 0.0
     poll: tuple[int, torch.futures.Future[Staleness], float] | None = None  # version, whom to tell, since when
 
 
@@ -198,11 +198,13 @@ class Service:
     def _started(self) -> bool:
         return self._began is not None
 
-    def fetch(self, session: str, known_version: int) -> Reply:
+    def fetch(self, session: str, known_version: int, interruptions: Interruptions) -> Reply:
+        """The newest snapshot for a worker that has stopped what it did. ``interruptions`` is its total so far."""
         with self._lock:
             worker = self._seen(session)
             if worker is None:
                 return Reply(None, None, self.ended.is_set(), unknown=True)
+            self.workers[worker].interruptions = interruptions
             return Reply(None, self.core.fetch(known_version), self.ended.is_set())
 
     def push(self, session: str, push: Push) -> torch.futures.Future[Reply]:
@@ -263,7 +265,6 @@ class Service:
         core, status = self.core, self.workers[worker]
         version, pushes = core.version, core.pushes
         receipt = core.push(worker, push.sequence, push.gradient_version, push.gradient)
-        status.interrupted, status.interrupted_seconds = push.interrupted, push.interrupted_seconds
         if core.pushes > pushes:  # not the repetition of an answered one
             self._journal.arrival(self.seconds, worker, push, receipt)
             if receipt.verdict is Verdict.ACCEPTED:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rpc import api
 
-from ringmaster_dist.protocol import JoinRequest, Push, Reply, Staleness, Welcome
+from ringmaster_dist.protocol import Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
 from ringmaster_dist.transport import surface
 from ringmaster_dist.transport.unpickling import restrict
 
@@ -120,8 +120,8 @@ class Client:
         welcome: Welcome = self._call(surface.join, request)
         return welcome
 
-    def fetch(self, session: str, known_version: int) -> Reply:
-        reply: Reply = self._call(surface.fetch, session, known_version)
+    def fetch(self, session: str, known_version: int, interruptions: Interruptions) -> Reply:
+        reply: Reply = self._call(surface.fetch, session, known_version, interruptions)
         return reply
 
     def push(self, session: str, push: Push) -> Reply:

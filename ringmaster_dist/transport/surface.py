@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch.distributed import rpc
 
-from ringmaster_dist.protocol import JoinRequest, Push, Reply, Staleness, Welcome
+from ringmaster_dist.protocol import Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
 
 
 class Handlers(Protocol):
@@ -18,7 +18,7 @@ class Handlers(Protocol):
 
     def join(self, request: JoinRequest) -> torch.futures.Future[Welcome]: ...
 
-    def fetch(self, session: str, known_version: int) -> Reply: ...
+    def fetch(self, session: str, known_version: int, interruptions: Interruptions) -> Reply: ...
 
     def push(self, session: str, push: Push) -> torch.futures.Future[Reply]: ...
 
@@ -39,8 +39,8 @@ def join(request: JoinRequest) -> torch.futures.Future[Welcome]:
     return _serving[0].join(request)
 
 
-def fetch(session: str, known_version: int) -> Reply:
-    return _serving[0].fetch(session, known_version)
+def fetch(session: str, known_version: int, interruptions: Interruptions) -> Reply:
+    return _serving[0].fetch(session, known_version, interruptions)
 
 
 @rpc.functions.async_execution

@@ -16,7 +16,7 @@ from torch.distributed.rpc import internal
 from ringmaster_dist import protocol
 
 _CALLS = ("join", "fetch", "push", "await_stale", "leave")
-_WORDS = ("JoinRequest", "Welcome", "Push", "Reply", "Staleness", "Snapshot", "Receipt", "Verdict")
+_WORDS = ("JoinRequest", "Welcome", "Push", "Interruptions", "Reply", "Staleness", "Snapshot", "Receipt", "Verdict")
 # What a result may say went wrong on the other side; they are only made from a text.
 _EXCEPTIONS = ("Exception", "RuntimeError", "ValueError", "TypeError", "KeyError", "AttributeError", "IndexError")
 

@@ -19,7 +19,16 @@ from typing import Protocol, TypeVar
 from ringmaster_dist import randomness
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.profiles import jittered_seconds
-from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push, Reply, Snapshot, Staleness, Welcome
+from ringmaster_dist.protocol import (
+    PROTOCOL_VERSION,
+    Interruptions,
+    JoinRequest,
+    Push,
+    Reply,
+    Snapshot,
+    Staleness,
+    Welcome,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +42,7 @@ class Connection(Protocol):
 
     def join(self, request: JoinRequest) -> Welcome: ...
 
-    def fetch(self, session: str, known_version: int) -> Reply: ...
+    def fetch(self, session: str, known_version: int, interruptions: Interruptions) -> Reply: ...
 
     def push(self, session: str, push: Push) -> Reply: ...
 
@@ -78,7 +87,7 @@ class Worker:
         self._connect, self._unreachable, self._make_job = connect, unreachable, make_job
         self._token, self._slot, self._patience_seconds = token, slot, patience_seconds
         self._connection: Connection | None = None
-        self._interrupted, self._interrupted_seconds = 0, 0.0
+        self._interruptions = Interruptions()
         self._working = threading.Event()  # of the computation in progress
 
     def run(self) -> None:
@@ -101,6 +110,7 @@ class Worker:
         if job.layout_fingerprint != welcome.layout_fingerprint:
             raise Refused("this worker's model is laid out differently from the server's")
         log.info("worker-%d joined", welcome.worker_id)
+        self._interruptions = Interruptions()
         return self._compute(job, welcome)
 
     def _compute(self, job: Job, welcome: Welcome) -> bool:
@@ -118,13 +128,11 @@ class Worker:
                 stop.wait(max(0.0, began + assigned - time.monotonic()))
             seconds = time.monotonic() - began
             if stop.is_set():
-                self._interrupted += 1
-                self._interrupted_seconds += seconds
+                num, total = self._interruptions
+                self._interruptions = Interruptions(num + 1, total + seconds)
                 reply = self._fetch(session, snapshot.version)
             else:
-                push = Push(
-                    sequence, snapshot.version, gradient, loss, seconds, self._interrupted, self._interrupted_seconds
-                )
+                push = Push(sequence, snapshot.version, gradient, loss, seconds)
                 reply = self._push(session, push)
             sequence += 1
             if reply.unknown:
@@ -135,7 +143,7 @@ class Worker:
             snapshot = reply.snapshot or snapshot
 
     def _fetch(self, session: str, known_version: int) -> Reply:
-        return self._insist(lambda connection: connection.fetch(session, known_version))
+        return self._insist(lambda connection: connection.fetch(session, known_version, self._interruptions))
 
     def _push(self, session: str, push: Push) -> Reply:
         return self._insist(lambda connection: connection.push(session, push))

@@ -97,11 +97,11 @@ def replay(directory: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
-def check_finished(run: Run) -> dict:
+def check_finished(run: Run, *, attacked: bool = False) -> dict:
     """After the end: exit 0, no process left, counters add up, every arrival once, the replay gives the same bits."""
     code, _, errors = run.wait()
     assert code == 0, errors
-    assert "Traceback" not in errors
+    assert attacked or "Traceback" not in errors  # torch prints one for a call it could not unpickle
     until(lambda: not any(alive(pid) for pid in run.started), "every process of the run has ended", 20)
     summary, arrivals = run.summary(), run.arrivals()
     assert summary["pushes"] == len(arrivals) == summary["accepted"] + summary["stale"] + summary["invalid"]

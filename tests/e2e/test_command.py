@@ -201,6 +201,14 @@ def test_the_readme_tells_the_truth(command, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_readme_trains_and_replays(tmp_path):
+    (line,) = [line for line in (ROOT / "README.md").read_text().splitlines() if " && " in line and "train" in line]
+    command = line.replace(".venv/bin/ringmaster", f"{sys.executable} -m ringmaster_dist")
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=150, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the same bits" in done.stdout
+
+
 def test_the_readme_names_commands_and_files_that_exist():
     assert len(readme_commands()) >= 6
     text = (ROOT / "README.md").read_text()
