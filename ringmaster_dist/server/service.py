@@ -333,19 +333,23 @@ class Service:
 
     def _watch(self) -> None:
         while not self._closing.wait(_TICK_SECONDS):
-            answers = _Answers()
-            with self._lock:
-                now = self._clock()
-                self._start_if_due(answers)
-                if self.seconds >= self._max_seconds:
-                    self._end(answers)
-                for worker, status in self.workers.items() if self._started else ():
-                    if worker in self.core.live and now - status.last_seen > self._lease_seconds:
-                        self._remove(worker, "lost its lease", answers)
-                    elif status.poll is not None and now - status.poll[2] > self._lease_seconds / 3:
-                        answers.add(status.poll[1], Staleness.AGAIN)
-                        status.poll = None
-            answers.send()
+            self.tick()
+
+    def tick(self) -> None:
+        """What is due by the clock: the start, the end, leases, and polls that have been kept long enough."""
+        answers = _Answers()
+        with self._lock:
+            now = self._clock()
+            self._start_if_due(answers)
+            if self.seconds >= self._max_seconds:
+                self._end(answers)
+            for worker, status in self.workers.items() if self._started else ():
+                if worker in self.core.live and now - status.last_seen > self._lease_seconds:
+                    self._remove(worker, "lost its lease", answers)
+                elif status.poll is not None and now - status.poll[2] > self._lease_seconds / 3:
+                    answers.add(status.poll[1], Staleness.AGAIN)
+                    status.poll = None
+        answers.send()
 
 
 def _refused(reason: str) -> Welcome:

@@ -20,15 +20,15 @@ from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.protocol import Receipt, Snapshot, Verdict
 from ringmaster_dist.server.core import ServerCore
-from ringmaster_dist.simulation import lane
+from ringmaster_dist.simulation import kernels, lane
 from ringmaster_dist.simulation.simulator import Observer, Stalled
 from ringmaster_dist.simulation.speeds import Floats, Ints, Speeds
 
 _MOST_UPDATES = 4096  # played before Python looks again
 _RECORDS = 4096
 _VERDICTS = {lane.ACCEPTED: Verdict.ACCEPTED, lane.STALE: Verdict.STALE, lane.INVALID: Verdict.INVALID}
-_ORACLES = {"none": lane.PLAIN, "euclidean": lane.NORMALIZED, "row": lane.NORMALIZED,
-            "sign": lane.SIGN, "column": lane.SIGN}  # fmt: skip
+_ORACLES = {"none": kernels.PLAIN, "euclidean": kernels.NORMALIZED, "row": kernels.NORMALIZED,
+            "sign": kernels.SIGN, "column": kernels.SIGN}  # fmt: skip
 
 
 def supports(problem: Problem, speeds: Speeds) -> bool:
@@ -185,7 +185,7 @@ def _rules(core: ServerCore, problem: Quadratic, speeds: Speeds, interrupt: bool
     if block.geometry != "spectral":
         oracle = _ORACLES[block.geometry]
     else:
-        oracle = lane.NORMALIZED if coefficients is None else lane.POLYNOMIAL
+        oracle = kernels.NORMALIZED if coefficients is None else kernels.POLYNOMIAL
     batch = 1
     if isinstance(method, Rennala):
         batch = method.batch

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringmaster_dist import profiles, randomness
-from ringmaster_dist.simulation import lane
+from ringmaster_dist.simulation import kernels
 
 
 @given(st.integers(0, 2**63), st.integers(0, 9), st.integers(0, 400), st.integers(0, 2**40))
@@ -20,8 +20,8 @@ def test_one_function_three_times(seed, stream, worker, sequence):
     unit = randomness.unit(randomness.bits(key, sequence))
     assert 0 < unit < 1
     assert randomness.units_of_many(keys[-1:], np.array([sequence]))[0] == unit
-    assert lane._unit(np.uint64(key), sequence) == unit
-    assert lane.inverse_normal_cdf(unit) == NormalDist().inv_cdf(unit)
+    assert kernels.unit(np.uint64(key), sequence) == unit
+    assert kernels.inverse_normal_cdf(unit) == NormalDist().inv_cdf(unit)
 
 
 @given(st.floats(2.0**-53, 1 - 2.0**-53))
