@@ -13,7 +13,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.simulation.session import simulate
 
-# Seconds the authors' simulator needs for the ringmaster rows, measured on a machine of the same class.
+# Seconds reported for the authors' simulator on the ringmaster rows, 2 cores. Quoted: this bench does not run it.
 AUTHORS_SECONDS = {"similar": 390.0, "sublinear": 83.0, "linear": 51.0}
 _COLUMNS = ["run", "seconds", "worst", "updates", "us/update", "started", "ns/start", "authors/ours"]
 
