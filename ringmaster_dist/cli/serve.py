@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.run_directory import MetricsWriter, RunDirectory, TraceWriter
 from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.profiles import base_seconds
-from ringmaster_dist.protocol import Push, Receipt, Verdict
+from ringmaster_dist.protocol import Push, Receipt
 from ringmaster_dist.server.service import Service
 
 _POLL_SECONDS = 0.05
@@ -31,11 +30,8 @@ class Journal:
 
     def __init__(self, trace: TraceWriter, members: MetricsWriter) -> None:
         self._trace, self._members = trace, members
-        self.last_loss = math.nan
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None:
-        if receipt.verdict is Verdict.ACCEPTED:
-            self.last_loss = push.loss
         self._trace.arrival(
             time, worker, push.sequence, push.gradient_version, receipt, push.loss, push.compute_seconds
         )
@@ -164,6 +160,4 @@ def main(argv: list[str]) -> int:
             os.environ["RINGMASTER_TOKEN"],
             should_stop=lambda: asked() or os.getppid() != parent,  # an orphan ends itself
         )
-    for thread in threading.enumerate():
-        assert thread is threading.main_thread() or thread.daemon, f"{thread.name} is still running"
     return 0

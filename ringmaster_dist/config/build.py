@@ -61,8 +61,12 @@ def build_method(config: Config) -> Method:
     return Method(schedule)
 
 
+def build_layout(config: Config, problem: Problem) -> Layout:
+    return Layout(problem.parameters, {role: getattr(config.geometry, role) for role in ROLES})
+
+
 def build_core(config: Config, problem: Problem) -> ServerCore:
-    layout = Layout(problem.parameters, {role: getattr(config.geometry, role) for role in ROLES})
+    layout = build_layout(config, problem)
     update = Update(
         layout,
         dtype=problem.dtype,

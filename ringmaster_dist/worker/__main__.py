@@ -1,4 +1,4 @@
-"""``python -m ringmaster_dist.worker server=HOST:PORT [token=... | token_file=...] [slot=N]``, also under torchrun.
+"""``python -m ringmaster_dist.worker server=HOST:PORT [token_file=...] [slot=N]``, also under torchrun.
 
 The configuration comes from the server. The token is looked for in this order: ``token_file=``, the variable
 RINGMASTER_TOKEN. Exit code 0 when the run is over, 2 for a mistake, 1 when the server is lost.
