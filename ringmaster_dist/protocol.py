@@ -17,24 +17,25 @@ class Verdict(str, Enum):
 
 
 class Snapshot(NamedTuple):
-    """An iterate and its version. Immutable: the tensor is never written again once it is in a snapshot."""
+    """An iterate, named by version and term. Immutable: the tensor is never written again once it is in a snapshot."""
 
     version: int
     iterate: torch.Tensor
+    term: int = 0  # which start of the server it comes from
 
 
 class Receipt(NamedTuple):
     """The server's answer to a push."""
 
     verdict: Verdict
-    delay: int  # version - gradient_version at arrival
+    delay: int  # version - gradient_version at arrival (for a lost line of history: since the last version shared)
     version: int  # the server's version at arrival, before any update this push caused
     continue_at: int  # the worker goes on from the first snapshot of at least this version
     reason: str = ""  # why, when the verdict is invalid
 
 
 # Programs that speak different versions of these words refuse each other.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class JoinRequest(NamedTuple):
@@ -53,7 +54,7 @@ class Welcome(NamedTuple):
     ended: bool
     worker_id: int
     config: str  # the resolved run configuration, YAML
-    layout_fingerprint: str
+    fingerprint: str  # of the model's parameters and the data
     snapshot: Snapshot | None
 
 
@@ -72,15 +73,17 @@ class Push(NamedTuple):
     gradient: torch.Tensor
     loss: float
     compute_seconds: float
+    term: int = 0  # of the snapshot it was computed at
 
 
 class Reply(NamedTuple):
-    """The answer to a push or a fetch. Without a receipt and a snapshot, the run is over or the worker unknown."""
+    """The answer to a push or a fetch. Without a receipt and a snapshot the run is over, or the worker unknown."""
 
     receipt: Receipt | None
     snapshot: Snapshot | None
     ended: bool = False
     unknown: bool = False  # the session is not (or no longer) one of this server: join again
+    evicted: str = ""  # why this worker is not wanted any more
 
 
 class Staleness(str, Enum):

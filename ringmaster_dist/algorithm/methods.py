@@ -1,16 +1,14 @@
-"""The six methods. Each answers two questions: is a gradient accepted, and what is applied when.
+"""The six methods. Each answers two questions: is a gradient accepted, and does it complete an update.
 
-The server core owns the loop, the delay and the state; a method is asked ``threshold`` (accept iff the delay is
-below it), ``refusal`` (may this worker contribute at all), and ``collect`` (the gradient to apply now, or
-nothing yet). Methods that average hold the running sum.
+The server core owns the loop, the delay, the state and the arithmetic; a method is asked ``threshold`` (accept iff
+the delay is below it), ``refusal`` (may this worker contribute at all), and ``admit`` (of how many gradients the update
+that is now complete is the mean). Methods hold counts, never tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
 from typing import Any
-
-import torch
 
 from ringmaster_dist.algorithm.schedules import Schedule
 
@@ -31,13 +29,13 @@ class Method:
         """Why this worker may not contribute now; empty if it may."""
         return ""
 
-    def collect(self, worker_id: int, gradient: torch.Tensor, live: Set[int]) -> torch.Tensor | None:
-        """Takes an accepted gradient; gives what is to be applied now, or None to go on collecting."""
-        return gradient
+    def admit(self, worker_id: int, live: Set[int]) -> int:
+        """Counts an accepted gradient in. If that completes an update: of how many gradients it is the mean, else 0."""
+        return 1
 
-    def complete_without(self, live: Set[int]) -> torch.Tensor | None:
-        """What is to be applied because the live workers have become fewer, or None."""
-        return None
+    def complete_without(self, live: Set[int]) -> int:
+        """The same, after the live workers have become fewer."""
+        return 0
 
     def eta(self, version: int, delay: int, num_live: int) -> float:
         return self.schedule.eta(version)
@@ -46,6 +44,7 @@ class Method:
         return self.schedule.alpha(version)
 
     def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -59,54 +58,33 @@ class DelayAdaptive(Method):
         return self.schedule.eta(version) * num_live / max(num_live, delay, 1)
 
 
-class _Averaging(Method):
-    """Applies the mean of several fresh gradients (delay 0) of the current version."""
+class Rennala(Method):
+    """The mean of ``batch`` fresh gradients (delay 0), from whoever is quick."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, batch: int) -> None:
         super().__init__(schedule)
-        self._sum: torch.Tensor | None = None
+        self.batch = batch
         self._count = 0
 
     def threshold(self, version: int) -> float:
         return 1
 
-    def _add(self, gradient: torch.Tensor) -> None:
-        if self._count == 0:
-            self._sum = gradient.clone() if self._sum is None else self._sum.copy_(gradient)
-        else:
-            assert self._sum is not None
-            self._sum.add_(gradient)
+    def admit(self, worker_id: int, live: Set[int]) -> int:
         self._count += 1
-
-    def _take_mean(self) -> torch.Tensor:
-        assert self._sum is not None
-        mean = self._sum.div_(self._count)
+        if self._count < self.batch:
+            return 0
         self._count = 0
-        return mean
+        return self.batch
 
     def state_dict(self) -> dict[str, Any]:
-        kept = self._sum is not None and self._count > 0
-        return {"count": self._count, "sum": self._sum.clone() if kept and self._sum is not None else None}
+        return {"count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._count = state["count"]
-        self._sum = None if state["sum"] is None else state["sum"].clone()
 
 
-class Rennala(_Averaging):
-    """The mean of ``batch`` gradients of the current version, from whoever is quick."""
-
-    def __init__(self, schedule: Schedule, batch: int) -> None:
-        super().__init__(schedule)
-        self.batch = batch
-
-    def collect(self, worker_id: int, gradient: torch.Tensor, live: Set[int]) -> torch.Tensor | None:
-        self._add(gradient)
-        return self._take_mean() if self._count >= self.batch else None
-
-
-class Synchronous(_Averaging):
-    """One gradient from every live worker, then the mean; who has contributed waits for the rest."""
+class Synchronous(Method):
+    """One fresh gradient from every live worker, then the mean; who has contributed waits for the rest."""
 
     waits = True
 
@@ -114,24 +92,26 @@ class Synchronous(_Averaging):
         super().__init__(schedule)
         self._contributors: set[int] = set()
 
+    def threshold(self, version: int) -> float:
+        return 1
+
     def refusal(self, worker_id: int) -> str:
         return "this worker has contributed to the round already" if worker_id in self._contributors else ""
 
-    def collect(self, worker_id: int, gradient: torch.Tensor, live: Set[int]) -> torch.Tensor | None:
-        self._add(gradient)
+    def admit(self, worker_id: int, live: Set[int]) -> int:
         self._contributors.add(worker_id)
         return self.complete_without(live)
 
-    def complete_without(self, live: Set[int]) -> torch.Tensor | None:
+    def complete_without(self, live: Set[int]) -> int:
         # The length is compared first: the set comparison is then made once a round, not once a push.
         if not live or len(self._contributors) < len(live) or not live <= self._contributors:
-            return None
+            return 0
+        count = len(self._contributors)
         self._contributors.clear()
-        return self._take_mean()
+        return count
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "contributors": sorted(self._contributors)}
+        return {"contributors": sorted(self._contributors)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
         self._contributors = set(state["contributors"])

@@ -54,6 +54,7 @@ class Update:
         device = torch.device(device)
         largest = max(min(b.size, _PIECE) if b.geometry == "none" else b.size for b in layout.blocks)
         self._scratch = torch.empty(largest, dtype=dtype, device=device)
+        self._wide: torch.Tensor | None = None  # for gradients of a shorter type
         # Blocks of one shape (a stack of c_fc and the transposes of c_proj) share their workspace.
         workspaces: dict[tuple[int, int, int], oracles.Workspace] = {}
         self._plan: list[_Planned] = []
@@ -76,8 +77,13 @@ class Update:
         eta: float,
         alpha: float,
         out: torch.Tensor,
+        rounded: torch.Tensor | None = None,
     ) -> None:
-        """Writes the next iterate to ``out`` (which may be ``iterate``) and the next momentum over ``momentum``."""
+        """Writes the next iterate to ``out`` (which may be ``iterate``) and the next momentum over ``momentum``.
+
+        The gradient may be of a shorter type: it is widened piece by piece. ``rounded`` gets the next iterate too, in
+        its own type, while the pieces are at hand.
+        """
         keep = 1.0 - eta * self.weight_decay
         for block, scratch, matrices, workspace in self._plan:
             start, stop = block.start, block.stop
@@ -85,16 +91,27 @@ class Update:
                 for low in range(start, stop, _PIECE):
                     high = min(low + _PIECE, stop)
                     x, m, g, x_next = (t[low:high] for t in (iterate, momentum, gradient, out))
-                    self._direction(m, g, alpha, piece := scratch[: high - low])
+                    self._direction(m, self._widened(g), alpha, piece := scratch[: high - low])
                     _step(x, piece, eta, keep, x_next)
+                    if rounded is not None:
+                        rounded[low:high].copy_(x_next)
                 continue
             if len(self._plan) == 1:  # spare the slicing, it costs a small vector as much as the arithmetic
                 x, m, g, x_next = iterate, momentum, gradient, out
             else:
                 x, m, g, x_next = (t[start:stop] for t in (iterate, momentum, gradient, out))
-            self._direction(m, g, alpha, scratch)
+            self._direction(m, self._widened(g), alpha, scratch)
             scale = self._oracle(matrices, block, workspace)
             _step(x, scratch, eta * scale, keep, x_next)
+            if rounded is not None:
+                rounded[start:stop].copy_(x_next)
+
+    def _widened(self, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.dtype == self.dtype:
+            return gradient
+        if self._wide is None:
+            self._wide = torch.empty_like(self._scratch)
+        return self._wide[: gradient.numel()].copy_(gradient)
 
     def _direction(self, momentum: torch.Tensor, gradient: torch.Tensor, alpha: float, out: torch.Tensor) -> None:
         """Moves the momentum and writes to ``out`` what the oracle is asked about."""

@@ -9,6 +9,9 @@ from ringmaster_dist.config.errors import UserError
 BENCHES = {
     "simulator": "the paper's quadratic at full size, in virtual time",
     "update": "one server update of the paper's model, beside torch.optim.Muon",
+    "gradient": "a gradient of the paper's model, beside a plain loop over the same module",
+    "exchange": "a push and the snapshot that comes back, beside the same bytes over plain TCP",
+    "efficiency": "gradients delivered by paced workers, beside the sum of their rates; interruption",
 }
 
 _HELP = """ringmaster bench [NAME ...] [--quick] [--json]

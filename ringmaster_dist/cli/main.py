@@ -12,7 +12,15 @@ from ringmaster_dist.transport.quiet import quiet_environment
 COMMANDS = {
     "train": "train in real time: a server and workers of unequal pace, over torch RPC",
     "replay": "recompute a real run from its trace and compare the bits",
+    "eval": "evaluate a run's weights",
+    "sample": "generate text with a trained model",
+    "export": "write a run's weights to a safetensors file",
+    "data": "prepare a corpus",
+    "profile": "measure the gradient time of this machine's devices",
     "simulate": "play a run in virtual time: thousands of workers on one core",
+    "theory": "the paper's time bounds for a cluster: useful workers, seconds per update",
+    "advise": "simulate methods and thresholds on a cluster and recommend one",
+    "experiment": "reproduce an experiment of the paper: grids, figure, summary",
     "bench": "measure this system beside its alternatives",
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ringmaster_dist.config.errors import UserError
 
 
@@ -21,3 +24,27 @@ def parse(argv: list[str], command: str) -> tuple[list[str], str]:
         else:
             overrides.append(word)
     return overrides, show
+
+
+def flags(
+    argv: list[str], known: dict[str, Callable[[str], Any] | None], example: str
+) -> tuple[list[str], dict[str, Any]]:
+    """One argument, and options with their values (those of None are switches). Raises UserError."""
+    words, options, rest = [], {}, iter(argv)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            words.append(word)
+        elif name not in known:
+            raise UserError(f"there is no option {name}; known: {', '.join(known)}")
+        elif (convert := known[name]) is None:
+            options[name] = True
+        else:
+            value = value if equals else next(rest, "")
+            try:
+                options[name] = convert(value)
+            except ValueError:
+                raise UserError(f"{name} {value}: not a {convert.__name__}") from None
+    if len(words) != 1:
+        raise UserError(f"one thing to look at is needed, such as: {example}")
+    return words, options

@@ -1,43 +1,121 @@
-"""The server process: ``ringmaster serve RUN_DIR`` on a directory that `train` has prepared."""
+"""The server process: ``ringmaster serve RUN_DIR`` on a directory that `train` has prepared.
+
+It goes on from the newest good checkpoint in the directory, if there is one: to start a server again is to resume.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import multiprocessing
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 
-from ringmaster_dist.config.build import build_core, build_problem
+from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
-from ringmaster_dist.observe.run_directory import MetricsWriter, RunDirectory, TraceWriter
+from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError, export_weights
 from ringmaster_dist.observe.summary import summarize
-from ringmaster_dist.profiles import base_seconds
-from ringmaster_dist.protocol import Push, Receipt
-from ringmaster_dist.server.service import Service
+from ringmaster_dist.problems import Problem
+from ringmaster_dist.protocol import Push, Receipt, Verdict
+from ringmaster_dist.server.checkpoints import Checkpoints
+from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.server.service import Service, Settings
+
+if TYPE_CHECKING:
+    from ringmaster_dist.transport.star import Host
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_SMOOTHING = 0.05  # weight of the newest loss in the smoothed one
+_SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port back
 
 
 class Journal:
     """Writes what the service tells: the trace and the members. Called under the service's lock."""
 
-    def __init__(self, trace: TraceWriter, members: MetricsWriter) -> None:
-        self._trace, self._members = trace, members
+    def __init__(self, directory: RunDirectory, sizes: Mapping[str, int]) -> None:
+        self._trace = directory.open_trace(sizes.get("trace.jsonl", 0))
+        self._members = directory.open_rows("members.jsonl", sizes.get("members.jsonl", 0))
+        self.metrics = directory.open_rows("metrics.jsonl", sizes.get("metrics.jsonl", 0))  # not by the service
+        self.train_loss: float | None = None  # of accepted gradients, smoothed
+        self._lines = {
+            "trace.jsonl": self._trace.lines,
+            "members.jsonl": self._members.lines,
+            "metrics.jsonl": self.metrics.lines,
+        }
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None:
-        self._trace.arrival(
-            time, worker, push.sequence, push.gradient_version, receipt, push.loss, push.compute_seconds
-        )
+        # Of a gradient on a lost line of history the trace names the last version that was not lost.
+        if receipt.verdict is Verdict.ACCEPTED:
+            before = push.loss if self.train_loss is None else self.train_loss
+            self.train_loss = before + _SMOOTHING * (push.loss - before)
+        shared, extra = receipt.version - receipt.delay, f', "term": {push.term}'
+        if shared < push.gradient_version:
+            extra += f', "lost_version": {push.gradient_version}'
+        else:
+            shared = push.gradient_version
+        self._trace.arrival(time, worker, push.sequence, shared, receipt, push.loss, push.compute_seconds, extra)
 
-    def membership(self, worker: int, event: str, pushes: int) -> None:
-        self._members.write({"worker": worker, "event": event, "pushes": pushes})
+    def membership(self, worker: int, event: str, pushes: int, slot: int) -> None:
+        self._members.write({"worker": worker, "event": event, "pushes": pushes, "slot": slot})
+
+    def flush(self) -> None:
+        self._trace.lines.flush()
+
+    def mark(self) -> dict[str, int]:
+        for name, lines in self._lines.items():
+            if not lines.flush():
+                raise OSError(f"{name} cannot be written")
+        return {name: lines.size for name, lines in self._lines.items()}
+
+    def sync(self) -> None:
+        for lines in self._lines.values():
+            lines.sync()
+
+    def close(self) -> None:
+        for lines in self._lines.values():
+            lines.close()
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread of its own, one at a time, while training goes on."""
+
+    def __init__(self, checkpoints: Checkpoints, journal: Journal, every: int | None, core: ServerCore) -> None:
+        self._checkpoints, self._journal, self._core = checkpoints, journal, core
+        self._every = every or math.inf
+        self._next: float = core.version + self._every
+        self._thread: threading.Thread | None = None
+
+    def due(self, version: int) -> bool:
+        return version >= self._next and not (self._thread and self._thread.is_alive())
+
+    def submit(self, state: dict[str, Any]) -> None:
+        self._next = state["version"] + self._every
+        self._thread = threading.Thread(target=self.write, args=(state,), name="checkpoint")
+        self._thread.start()
+
+    def write(self, state: dict[str, Any]) -> None:
+        """A disk that does not take it costs this checkpoint, not the run."""
+        version = state["version"]
+        try:
+            self._journal.sync()
+            self._checkpoints.save(state, term=self._core.term, pushes=sum(state["counters"]), version=version)
+        except OSError as error:
+            log.warning("server v=%d: THE CHECKPOINT WAS NOT WRITTEN: %s; training goes on", version, error)
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
 
 def serve(
@@ -50,53 +128,51 @@ def serve(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Serves until the budget is used up or a stop is asked for; returns the summary, which is written too."""
-    from ringmaster_dist.transport.star import Host
+    from ringmaster_dist.transport.memory import keep_memory
 
     began = time.monotonic()
+    keep_memory()
+    try:
+        directory.lock()
+    except RunDirectoryError as error:
+        raise UserError(str(error)) from error
     problem = build_problem(config)
     core = build_core(config, problem)
-    trace, members, metrics = directory.open_trace(), directory.open_members(), directory.open_metrics()
-    settings = config.server
+    checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
+    state = _restore(core, checkpoints, directory)
+    journal = Journal(directory, state["files"] if state else {})
+    writer = CheckpointWriter(checkpoints, journal, config.checkpoint.every, core)
+    torch.set_num_threads(config.server.compute_threads)
+    fingerprint = build_fingerprint(core.update.layout, problem)
     service = Service(
-        core,
-        config_text=config_text,
-        token=token,
-        lease_seconds=settings.lease_seconds,
-        journal=Journal(trace, members),
-        max_updates=config.budget.updates or math.inf,
-        max_seconds=config.budget.seconds or math.inf,
-        expected_workers=config.cluster.workers,
-        start_seconds=settings.start_seconds,
-    )
-    try:
-        host = Host(service, settings.host, settings.port, threads=settings.threads, timeout=settings.call_seconds)
-    except OSError as error:
-        where = f"server.host={settings.host} server.port={settings.port}"
-        raise UserError(
-            f"{where} cannot be listened on ({error.strerror}): choose another, or server.port=0"
-        ) from error
+        core, _settings(config, config_text, fingerprint, token), journal,
+        state=state, checkpoint_due=writer.due, save=writer.submit,
+    )  # fmt: skip
+    host = _listen(service, config, directory)
     service.start()
     directory.write_secret("address", host.address)
     announce(host.address)
 
     interval = (config.budget.seconds or 60.0) / config.run.samples
-    next_sample = 0.0
+    next_sample, next_evaluation = service.seconds, core.version
     while not service.ended.wait(_POLL_SECONDS):
         if should_stop():
             service.end()
         if service.seconds >= next_sample:
             next_sample = service.seconds + interval
-            metrics.write(_measurement(service, problem))
+            due = problem.quick_to_evaluate or core.version >= next_evaluation
+            if due:
+                next_evaluation = core.version + config.eval.every
+            journal.metrics.write(_measurement(service, journal, problem if due else None))
     stopped = should_stop()
-    service.wait_until_all_left(settings.farewell_seconds)
+    journal.metrics.write(_measurement(service, journal, problem))
+    writer.wait()
+    writer.write(service.capture())
+    service.wait_until_all_left(config.server.farewell_seconds)
     service.close()
-    metrics.write(_measurement(service, problem))
-    for file in (trace, members, metrics):
-        file.close()
-    views = {name: view.clone() for name, view in core.update.layout.views(core.snapshot.iterate).items()}
-    temporary = directory.path / ".final.safetensors"
-    save_file({**views, "version": torch.tensor(core.version)}, temporary)
-    temporary.replace(directory.path / "final.safetensors")
+    journal.close()
+    views = core.update.layout.views(core.snapshot.iterate)
+    export_weights(views, core.version, directory.path / "final.safetensors")
     summary = _summary(
         config, problem, service, "stopped by the user" if stopped else "budget", time.monotonic() - began
     )
@@ -105,20 +181,96 @@ def serve(
     return summary
 
 
-def _measurement(service: Service, problem: Any) -> dict[str, Any]:
+def _settings(config: Config, config_text: str, fingerprint: str, token: str) -> Settings:
+    return Settings(
+        config_text=config_text,
+        fingerprint=fingerprint,
+        token=token,
+        max_updates=config.budget.updates or math.inf,
+        max_seconds=config.budget.seconds or math.inf,
+        lease_seconds=config.server.lease_seconds,
+        expected_workers=config.cluster.workers,
+        start_seconds=config.server.start_seconds,
+        max_invalid=config.server.max_invalid,
+        wire=build_wire(config),
+    )
+
+
+def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory) -> dict[str, Any] | None:
+    """Brings the core to the newest good checkpoint, if any, and begins a new term, which is on the disk then."""
+
+    def fits(state: Mapping[str, Any]) -> str:
+        if state["iterate"].shape != core.snapshot.iterate.shape or state["iterate"].dtype != core.update.dtype:
+            return "it is of another model"
+        return "" if directory.has_sizes(state["files"]) else "the trace is shorter than it was then"
+
+    earlier = directory.read_terms()
+    found = checkpoints.newest(fits)
+    if found:
+        core.load_state_dict(found[1])
+    if earlier:
+        core.begins = [term["version"] for term in earlier]
+        core.begin_term()
+        log.warning(
+            "server: term %d begins at version %d%s", core.term, core.version, f" from {found[0].name}" if found else ""
+        )
+    terms = directory.open_rows("terms.jsonl", directory.size_of_terms())
+    terms.write({"term": core.term, "version": core.version, "pushes": core.pushes})
+    terms.lines.sync()
+    terms.close()
+    return found[1] if found else None
+
+
+def _listen(service: Service, config: Config, directory: RunDirectory) -> Host:
+    """At the configured port; at the one it had before, if it is a restart; else at any."""
+    from ringmaster_dist.transport.star import Host
+
+    settings = config.server
+
+    def listen(port: int) -> Host:
+        return Host(service, settings.host, port, threads=settings.threads, timeout=settings.call_seconds)
+
+    earlier = directory.read("address")
+    port = settings.port or int(earlier.rpartition(":")[2] or 0)
+    deadline = time.monotonic() + (_SAME_PORT_SECONDS if earlier else 0.0)
+    while True:
+        try:
+            return listen(port)
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            elif settings.port == 0 and port != 0:
+                log.warning("server: port %d is taken by now, another is used: see <run.dir>/address", port)
+                port = 0
+            else:
+                where = f"server.host={settings.host} server.port={port}"
+                raise UserError(
+                    f"{where} cannot be listened on ({error.strerror}): choose another, or server.port=0"
+                ) from error
+
+
+def _measurement(service: Service, journal: Journal, problem: Problem | None) -> dict[str, Any]:
+    """A row of metrics.jsonl; with an evaluation, if there is a problem to ask for it."""
     core = service.core
-    snapshot = core.snapshot
-    evaluation = problem.evaluate(snapshot.iterate)
-    counts = {"accepted": core.accepted, "stale": core.stale, "invalid": core.invalid}
-    return {"time": service.seconds, "version": snapshot.version, **evaluation, **counts, "workers": len(core.live)}
+    snapshot, seconds = core.snapshot, service.seconds
+    return {
+        "time": seconds,
+        "version": snapshot.version,
+        **(problem.evaluate(snapshot.iterate) if problem else {}),
+        "train_loss": journal.train_loss,
+        "accepted": core.accepted,
+        "stale": core.stale,
+        "invalid": core.invalid,
+        "workers": len(core.live),
+    }
 
 
-def _summary(config: Config, problem: Any, service: Service, ended: str, wall_seconds: float) -> dict[str, Any]:
+def _summary(config: Config, problem: Problem, service: Service, ended: str, wall_seconds: float) -> dict[str, Any]:
     cluster = config.cluster
     paced = cluster.profile != "none"
     workers = {}
     for worker, status in service.workers.items():
-        base = float(base_seconds(cluster.profile, status.slot + 1, cluster.unit_seconds)[-1]) if paced else 0.0
+        base = float(cluster_seconds(cluster, status.slot + 1)[-1]) if paced else 0.0
         workers[worker] = {
             "base_seconds": base,
             "interrupted": status.interruptions.num,
@@ -136,6 +288,7 @@ def _summary(config: Config, problem: Any, service: Service, ended: str, wall_se
         problem=config.problem.name,
         clock="real",
         ended=ended,
+        terms=len(service.core.begins),
         synchronous_updates=math.floor(service.seconds / slowest) if slowest else 0,
         num_workers=len(workers),
         profile=cluster.profile,
@@ -144,20 +297,21 @@ def _summary(config: Config, problem: Any, service: Service, ended: str, wall_se
 
 
 def main(argv: list[str]) -> int:
-    """Called by the supervisor, not by hand: the directory has a configuration, the environment the token."""
+    """Called by the supervisor, not by hand: the directory has a configuration and a token."""
     from ringmaster_dist.cli.signals import stop_signals
 
     if len(argv) != 1 or not (Path(argv[0]) / "config.yaml").exists():
         raise UserError("ringmaster serve is started by ringmaster train; see ringmaster train --help")
+    logging.basicConfig(level=os.environ.get("RINGMASTER_LOG", "WARNING"), format="%(message)s")
     config_text = (Path(argv[0]) / "config.yaml").read_text()
     directory = RunDirectory.opened(Path(argv[0]))
-    parent = os.getppid()
+    parent = multiprocessing.parent_process()
     with stop_signals() as asked:
         serve(
             from_yaml(config_text),
             config_text,
             directory,
-            os.environ["RINGMASTER_TOKEN"],
-            should_stop=lambda: asked() or os.getppid() != parent,  # an orphan ends itself
+            directory.read("token"),
+            should_stop=lambda: asked() or not (parent is None or parent.is_alive()),  # an orphan ends itself
         )
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
+from pathlib import Path
 
 from ringmaster_dist.cli.train import prepare, show_summary
 from ringmaster_dist.config.errors import UserError
@@ -27,9 +27,8 @@ def main(argv: list[str]) -> int:
     from ringmaster_dist.cli.signals import stop_signals
 
     workers = int(os.environ["WORLD_SIZE"]) - 1
-    config, config_text, directory = prepare([*argv, f"cluster.workers={workers}"])
-    token = secrets.token_hex(16)
-    directory.write_secret("token", token)
+    config, config_text, directory = prepare([*_resumed_if_restarted(argv), f"cluster.workers={workers}"])
+    token = directory.read("token")
     stores = []
     with stop_signals() as asked:
         serve(
@@ -42,3 +41,13 @@ def main(argv: list[str]) -> int:
         )
     show_summary(directory)
     return 0
+
+
+def _resumed_if_restarted(argv: list[str]) -> list[str]:
+    """torchrun starts all ranks again when one has died (``--max-restarts``): that run goes on in its directory."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return argv
+    given = next((word.partition("=")[2] for word in argv if word.startswith("run.dir=")), "")
+    if not given:
+        raise UserError("torchrun has restarted the run, which can go on only if run.dir was given")
+    return [f"resume={given}"] if (Path(given) / "config.yaml").exists() else argv

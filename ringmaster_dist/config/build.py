@@ -2,20 +2,113 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ringmaster_dist.algorithm.layout import ROLES, Layout
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Schedule, agnostic, theory
 from ringmaster_dist.algorithm.update import Update
+from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.wire import DTYPES, Wire
+
+if TYPE_CHECKING:
+    from ringmaster_dist.problems.nanochat.model import NanoChatConfig
+    from ringmaster_dist.problems.nanochat.rows import Rows
 
 
-def build_problem(config: Config) -> Problem:
-    return Quadratic(config.problem.dim, config.problem.noise)
+def rows_of(config: Config, slot: int) -> int:
+    """How many rows a worker's gradient takes."""
+    dealt = config.cluster.batch
+    return dealt[slot % len(dealt)] if dealt else config.problem.batch
+
+
+def build_problem(config: Config, device: str = "cpu", rows: int | None = None) -> Problem:
+    """``rows`` per gradient, where that is another number than problem.batch."""
+    problem = config.problem
+    if problem.name == "quadratic":
+        return Quadratic(problem.dim, problem.noise)
+    if problem.name == "python":
+        return _from_python(problem.target or "", {**problem.args, "seed": config.run.seed, "device": device})
+
+    from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
+
+    return NanoChatProblem(
+        build_model_config(config),
+        build_rows(config),
+        batch=rows or problem.batch,
+        weight=(rows or problem.batch) / problem.batch,
+        micro_batch=problem.micro_batch,
+        validation_rows=problem.validation_rows,
+        seed=config.run.seed,
+        device=device,
+        precision=problem.precision,
+        compiled=problem.compile,
+        clip=problem.clip,
+    )
+
+
+def build_model_config(config: Config) -> NanoChatConfig:
+    from ringmaster_dist.problems.nanochat.model import NanoChatConfig
+
+    model = config.model
+    return NanoChatConfig(
+        n_layer=model.n_layer, n_head=model.n_head, n_kv_head=model.n_kv_head, n_embd=model.n_embd,
+        vocab_size=model.vocab_size, sequence_len=model.sequence_len, window_pattern=model.window_pattern,
+    )  # fmt: skip
+
+
+def build_rows(config: Config, progress: Callable[[float, str], None] = lambda fraction, text: None) -> Rows:
+    """The prepared corpus; prepares it if that has not been done on this machine."""
+    from ringmaster_dist.problems.nanochat import corpus, rows
+
+    data, model = config.data, config.model
+    try:
+        if data.name == "climbmix":
+            sources = corpus.climbmix(data.url, data.shards, cache_folder(config) / "climbmix", progress)
+        else:
+            sources = corpus.standard_library() if data.name == "stdlib" else corpus.text_files(Path(data.path or ""))
+        return rows.prepare(
+            sources, vocab_size=model.vocab_size, context=model.sequence_len, cache=cache_folder(config),
+            crop=data.name == "climbmix", progress=progress,
+        )  # fmt: skip
+    except corpus.CorpusError as error:
+        raise UserError(str(error)) from error
+
+
+def cache_folder(config: Config) -> Path:
+    given = config.data.cache or os.environ.get("RINGMASTER_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "ringmaster"
+
+
+def _from_python(target: str, arguments: dict[str, Any]) -> Problem:
+    """A problem of the user's own: imported by name on every machine; no code travels."""
+    module_name, _, name = target.partition(":")
+    if os.getcwd() not in sys.path:  # a script's own folder is there, the one it is called in is not
+        sys.path.append(os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"problem.target={target} cannot be imported here: {error}") from error
+    try:
+        problem: Problem = factory(**arguments)
+    except TypeError as error:
+        raise UserError(f"problem.target={target} does not take these problem.args: {error}") from error
+    return problem
+
+
+def build_fingerprint(layout: Layout, problem: Problem) -> str:
+    """Equal for two processes exactly if their parameters and their data are the same."""
+    return f"{layout.fingerprint}-{getattr(problem, 'data_fingerprint', '')}"
 
 
 def build_schedule(config: Config) -> Schedule:
@@ -62,7 +155,17 @@ def build_method(config: Config) -> Method:
 
 
 def build_layout(config: Config, problem: Problem) -> Layout:
-    return Layout(problem.parameters, {role: getattr(config.geometry, role) for role in ROLES})
+    """Where the problem's parameters lie in a flat tensor; the problem is told."""
+    layout = Layout(problem.parameters, {role: getattr(config.geometry, role) for role in ROLES})
+    problem.bind(layout)
+    return layout
+
+
+def build_wire(config: Config) -> Wire:
+    return Wire(
+        DTYPES[config.wire.gradient_dtype] if config.wire.gradient_dtype else None,
+        DTYPES[config.wire.iterate_dtype] if config.wire.iterate_dtype else None,
+    )
 
 
 def build_core(config: Config, problem: Problem) -> ServerCore:
@@ -74,4 +177,5 @@ def build_core(config: Config, problem: Problem) -> ServerCore:
         weight_decay=config.method.weight_decay,
         orthogonalization=config.geometry.orthogonalization,
     )
-    return ServerCore(problem.initial(layout, config.run.seed), build_method(config), update)
+    initial = problem.initial(config.run.seed)
+    return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype)

@@ -23,6 +23,8 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.validate import validate
 
+_MAY_CHANGE = ("budget", "cluster", "server", "checkpoint")
+
 
 def config_dir() -> Path:
     """The folder of YAML files: shipped in the wheel, or at the top of the repository."""
@@ -44,6 +46,8 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override!r} is not an override: write key=value, such as method.eta=0.1")
+    # What a problem of the user's own takes is not known here: any key is allowed there.
+    overrides = [f"++{word}" if word.startswith("problem.args.") else word for word in overrides]
     try:
         return _compose(overrides, name)
     except (HydraException, OmegaConfBaseException) as error:
@@ -61,6 +65,32 @@ def from_yaml(text: str) -> Config:
     if not isinstance(composed, DictConfig):
         raise UserError("the configuration is not a YAML mapping")
     return to_typed(composed, real_time=True)
+
+
+def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
+    """The configuration of a run in its directory, with what may change when it goes on."""
+    path = directory / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"resume={directory}: there is no run in it (no config.yaml)")
+    composed = OmegaConf.load(path)
+    assert isinstance(composed, DictConfig)
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        for override in parsed:
+            key = override.get_key_element()
+            if key == "resume":
+                continue
+            if key.partition(".")[0] not in _MAY_CHANGE or "." not in key:
+                allowed = ", ".join(f"{section}.*" for section in _MAY_CHANGE)
+                raise UserError(f"{key}: a run goes on as it began; with resume only {allowed} may be given anew")
+            OmegaConf.update(composed, key, override.value(), force_add=True)
+    except HydraException as error:
+        raise UserError(_first_line(error)) from error
+    if composed.method.get("schedule") == "theory" or composed.method.get("decay_updates"):
+        before = OmegaConf.load(path)
+        if composed.budget.updates != before.budget.updates:
+            raise UserError("budget.updates is part of this run's step sizes and cannot change")
+    return composed
 
 
 def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:

@@ -16,7 +16,9 @@ _LINE = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))? *(?:# 
 
 def comments(choices: dict[str, str]) -> dict[str, str]:
     """The comment of each full key, with these choices of the groups."""
-    found = _comments_of(config_dir() / "config.yaml", "") | _comments_of(config_dir() / "train.yaml", "")
+    found: dict[str, str] = {}
+    for name in ("base", "config", "train"):
+        found.update(_comments_of(config_dir() / f"{name}.yaml", ""))
     for group, choice in choices.items():
         found.update(_comments_of(config_dir() / group / f"{choice}.yaml", f"{group}."))
     return found
@@ -45,7 +47,7 @@ def annotated(composed: DictConfig) -> str:
 def _emit(tree: Any, prefix: str, depth: int, notes: dict[str, str], rows: list[tuple[str, str]]) -> None:
     for key, value in tree.items():
         full = f"{prefix}{key}"
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             rows.append(("  " * depth + f"{key}:", notes.get(full, "")))
             _emit(value, f"{full}.", depth + 1, notes, rows)
         else:

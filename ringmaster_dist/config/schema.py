@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -10,6 +11,40 @@ class ProblemConfig:
     name: str = "quadratic"
     dim: int = 1729
     noise: float = 0.01
+    batch: int = 4
+    micro_batch: int | None = None
+    validation_rows: int = 32
+    clip: float | None = None
+    precision: str = "auto"
+    compile: bool = False
+    target: str | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ModelConfig:
+    name: str = "nanochat_tiny"
+    n_layer: int = 4
+    n_head: int = 2
+    n_kv_head: int = 2
+    n_embd: int = 64
+    vocab_size: int = 1024
+    sequence_len: int = 128
+    window_pattern: str = "SSSL"
+
+
+@dataclass
+class DataConfig:
+    name: str = "stdlib"
+    path: str | None = None
+    shards: int = 10
+    url: str = ""
+    cache: str | None = None
+
+
+@dataclass
+class EvalConfig:
+    every: int = 100
 
 
 @dataclass
@@ -64,7 +99,10 @@ class ClusterConfig:
     workers: int = 64
     profile: str = "linear"
     unit_seconds: float = 1.0
+    profile_file: str | None = None
+    batch: list[int] | None = None
     jitter: float = 0.05
+    threads: int = 1
     phases: list[PhaseConfig] = field(default_factory=list)
 
 
@@ -94,7 +132,9 @@ class ServerConfig:
     port: int = 0
     start_seconds: float = 30.0
     lease_seconds: float = 10.0
+    max_invalid: int = 10
     threads: int = 16
+    compute_threads: int = 1
     connect_seconds: float = 10.0
     call_seconds: float = 60.0
     patience_seconds: float = 60.0
@@ -102,8 +142,23 @@ class ServerConfig:
 
 
 @dataclass
+class WireConfig:
+    gradient_dtype: str | None = None
+    iterate_dtype: str | None = None
+
+
+@dataclass
+class CheckpointConfig:
+    every: int | None = 100
+    keep: int = 3
+
+
+@dataclass
 class Config:
     problem: ProblemConfig = field(default_factory=ProblemConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
     geometry: GeometryConfig = field(default_factory=GeometryConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -111,3 +166,6 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    wire: WireConfig = field(default_factory=WireConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str | None = None

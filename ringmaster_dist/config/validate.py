@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable
 
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config, MethodConfig, ServerConfig
-from ringmaster_dist.profiles import PROFILES, base_seconds
+from ringmaster_dist.profiles import PROFILES
 
 METHODS = ("ringmaster", "ringmaster_agnostic", "rennala", "delay_adaptive", "synchronous", "asynchronous")
 _GEOMETRIES = ("spectral", "euclidean", "sign", "column", "row", "none")
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _ORTHOGONALIZATIONS = ("polar_express", "jordan", "exact")
 _MOST_GRADIENTS_PER_WORKER = 1000  # a batch that needs more than this from each worker is a slip
 
@@ -18,9 +20,24 @@ _MOST_GRADIENTS_PER_WORKER = 1000  # a batch that needs more than this from each
 def validate(config: Config, *, real_time: bool = False) -> None:
     """Raises `UserError` at the first thing that cannot be meant."""
     problem, cluster, budget, run = config.problem, config.cluster, config.budget, config.run
-    _one_of("problem.name", problem.name, ("quadratic",))
+    _one_of("problem.name", problem.name, ("quadratic", "nanochat", "python"))
     _at_least("problem.dim", problem.dim, 1)
     _at_least("problem.noise", problem.noise, 0)
+    if problem.name == "nanochat":
+        _validate_nanochat(config)
+    if problem.name == "python" and ":" not in (problem.target or ""):
+        raise UserError(f"problem.target={problem.target}: write package.module:factory")
+    _at_least("eval.every", config.eval.every, 1)
+    _at_least("cluster.threads", cluster.threads, 1)
+    if cluster.batch is not None:
+        if problem.name != "nanochat" or not cluster.batch or min(cluster.batch) < 1:
+            raise UserError(
+                f"cluster.batch={cluster.batch}: rows of text per gradient, at least 1 each (nanochat only)"
+            )
+        if problem.micro_batch is not None:
+            raise UserError("cluster.batch and problem.micro_batch do not go together: each worker has its own rows")
+        if not real_time:
+            raise UserError("cluster.batch is for real workers: a simulation gives every worker problem.batch")
 
     for role in ("matrix", "embedding", "output", "scalar"):
         _one_of(f"geometry.{role}", getattr(config.geometry, role), _GEOMETRIES)
@@ -29,7 +46,9 @@ def validate(config: Config, *, real_time: bool = False) -> None:
     _at_least("cluster.workers", cluster.workers, 1)
     if cluster.profile == "none" and not real_time:
         raise UserError(f"cluster.profile=none: simulated workers need a pace, one of {', '.join(PROFILES)}")
-    _one_of("cluster.profile", cluster.profile, (*PROFILES, "none"))
+    _one_of("cluster.profile", cluster.profile, (*PROFILES, "file", "none"))
+    if cluster.profile == "file":
+        cluster_seconds(cluster, 1)
     _above("cluster.unit_seconds", cluster.unit_seconds, 0)
     _at_least("cluster.jitter", cluster.jitter, 0)
     for index, phase in enumerate(cluster.phases):
@@ -50,13 +69,49 @@ def validate(config: Config, *, real_time: bool = False) -> None:
     _at_least("run.samples", run.samples, 1)
     _one_of("simulation.engine", config.simulation.engine, ("auto", "core", "compiled"))
     _validate_server(config.server)
+    for name in ("gradient_dtype", "iterate_dtype"):
+        value = getattr(config.wire, name)
+        if value is not None:
+            _one_of(f"wire.{name}", value, _DTYPES)
+    if config.checkpoint.every is not None:
+        _at_least("checkpoint.every", config.checkpoint.every, 1)
+    _at_least("checkpoint.keep", config.checkpoint.keep, 1)
     _validate_method(config.method, config)
+
+
+def _validate_nanochat(config: Config) -> None:
+    problem, model, data = config.problem, config.model, config.data
+    _at_least("problem.batch", problem.batch, 1)
+    _at_least("problem.validation_rows", problem.validation_rows, 1)
+    if problem.micro_batch is not None and problem.batch % max(1, problem.micro_batch):
+        raise UserError(f"problem.micro_batch={problem.micro_batch}: must divide problem.batch={problem.batch}")
+    if problem.clip is not None:
+        _above("problem.clip", problem.clip, 0)
+    _one_of("problem.precision", problem.precision, ("auto", "float32", "bfloat16"))
+    for name in ("n_layer", "n_head", "n_kv_head", "sequence_len"):
+        _at_least(f"model.{name}", getattr(model, name), 1)
+    _at_least("model.n_embd", model.n_embd, 32)
+    if model.n_embd % (2 * model.n_head):
+        raise UserError(f"model.n_embd={model.n_embd}: must be a multiple of twice model.n_head={model.n_head}")
+    if model.n_head % model.n_kv_head:
+        raise UserError(f"model.n_head={model.n_head}: must be a multiple of model.n_kv_head={model.n_kv_head}")
+    if not 260 <= model.vocab_size <= 65536:
+        raise UserError(f"model.vocab_size={model.vocab_size}: must be between 260 (the bytes) and 65536")
+    if not model.window_pattern or set(model.window_pattern) - set("SL"):
+        raise UserError(f"model.window_pattern={model.window_pattern}: must be made of S and L")
+    _one_of("data.name", data.name, ("stdlib", "text", "climbmix"))
+    if not 1 <= data.shards <= 6542:
+        raise UserError(f"data.shards={data.shards}: must be between 1 and 6542")
+    if data.name == "text" and not data.path:
+        raise UserError("data=text needs data.path, a file or folder of .txt, .md, .py, .jsonl or .parquet")
 
 
 def _validate_server(server: ServerConfig) -> None:
     if not 0 <= server.port <= 65535:
         raise UserError(f"server.port={server.port}: must be between 0 (any free one) and 65535")
     _at_least("server.threads", server.threads, 2)
+    _at_least("server.max_invalid", server.max_invalid, 1)
+    _at_least("server.compute_threads", server.compute_threads, 1)
     _at_least("server.start_seconds", server.start_seconds, 0)
     for name in ("lease_seconds", "connect_seconds", "call_seconds", "patience_seconds", "farewell_seconds"):
         _above(f"server.{name}", getattr(server, name), 0)
@@ -126,7 +181,7 @@ def _validate_batch(batch: int | None, config: Config) -> None:
         )
     seconds = config.budget.seconds
     if seconds is not None and not config.cluster.phases and config.cluster.profile != "none":
-        times = base_seconds(config.cluster.profile, workers, config.cluster.unit_seconds)
+        times = cluster_seconds(config.cluster, workers)
         deliverable = int((seconds // times).sum())
         if batch > deliverable:
             raise UserError(

@@ -1,23 +1,33 @@
-"""The run directory: ``config.yaml``, ``trace.jsonl``, ``metrics.jsonl``, ``summary.json``.
+"""The run directory: ``config.yaml``, ``trace.jsonl``, ``metrics.jsonl``, ``summary.json``, and more for real runs.
 
-Other programs read these files; their names and keys do not change lightly.
+Other programs read these files; their names and keys do not change lightly. Files of lines are appended to; a run that
+goes on from a checkpoint cuts them to where they were when it was taken.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import shutil
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from ringmaster_dist.protocol import Receipt, Verdict
 
 _FILES = ("config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json")
-_REAL_FILES = ("members.jsonl", "final.safetensors", "address", "token")  # of a run in real time
+_REAL_FILES = ("members.jsonl", "terms.jsonl", "final.safetensors", "address", "token")  # of a run in real time
 _FOLDERS = ("checkpoints",)
-_LINES_PER_WRITE = 512
+_BYTES_PER_WRITE = 1 << 16
+log = logging.getLogger(__name__)
+
 _JSON_VERDICT = {verdict: json.dumps(verdict.value) for verdict in Verdict}
 
 
@@ -66,9 +76,6 @@ class RunDirectory:
         temporary.write_text(json.dumps(summary, indent=2) + "\n")
         temporary.replace(self.path / "summary.json")
 
-    def open_trace(self) -> TraceWriter:
-        return TraceWriter((self.path / "trace.jsonl").open("w"))
-
     def write_secret(self, name: str, text: str) -> None:
         """A file only its owner can read, there whole or not at all."""
         temporary = self.path / f".{name}"
@@ -77,54 +84,132 @@ class RunDirectory:
             file.write(text)
         temporary.replace(self.path / name)
 
-    def open_members(self) -> MetricsWriter:
-        return MetricsWriter((self.path / "members.jsonl").open("w"))
+    def lock(self) -> None:
+        """Makes this process the only one that writes the run, until it ends."""
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunDirectoryError(f"another server is at work in {self.path}: let it end first") from error
 
-    def open_metrics(self) -> MetricsWriter:
-        return MetricsWriter((self.path / "metrics.jsonl").open("w"))
+    def read(self, name: str) -> str:
+        """The text of a small file; empty if there is none."""
+        path = self.path / name
+        return path.read_text().strip() if path.exists() else ""
+
+    def read_terms(self) -> list[dict[str, Any]]:
+        """The starts of the server so far. A last line that is torn was never served under."""
+        return [json.loads(line) for line in self._whole_lines("terms.jsonl")]
+
+    def size_of_terms(self) -> int:
+        return sum(len(line) for line in self._whole_lines("terms.jsonl"))
+
+    def _whole_lines(self, name: str) -> list[str]:
+        path = self.path / name
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [line for line in lines if line.endswith("\n")]
+
+    def open_trace(self, size: int = 0) -> TraceWriter:
+        return TraceWriter(Lines(self.path / "trace.jsonl", size))
+
+    def open_rows(self, name: str, size: int = 0) -> RowWriter:
+        return RowWriter(Lines(self.path / name, size))
+
+    def has_sizes(self, sizes: Mapping[str, int]) -> bool:
+        """Whether each file is at least as long as it was."""
+        return all((self.path / name).is_file() and (self.path / name).stat().st_size >= size
+                   for name, size in sizes.items())  # fmt: skip
+
+
+def export_weights(views: Mapping[str, torch.Tensor], version: int, path: Path) -> None:
+    """The weights by name, and the number of updates; there whole or not at all."""
+    temporary = path.with_name(f".{path.name}")
+    try:
+        save_file({**{name: view.clone() for name, view in views.items()}, "version": torch.tensor(version)}, temporary)
+        temporary.replace(path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Lines:
+    """A file that grows by lines. A disk that is full loses nothing: lines wait in memory until it takes them."""
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        """The first ``size`` bytes of what is there are kept."""
+        self._path = path
+        self._file = path.open("r+b" if path.exists() else "wb", buffering=0)
+        self._file.truncate(size)
+        self._file.seek(size)
+        self.size = size  # in the file
+        self._waiting = bytearray()
+        self._complained = False
+
+    def append(self, text: str) -> None:
+        self._waiting += text.encode()
+        if len(self._waiting) >= _BYTES_PER_WRITE:
+            self.flush()
+
+    def flush(self) -> bool:
+        """Whether everything is in the file now."""
+        try:
+            while self._waiting:
+                written = self._file.write(self._waiting) or 0
+                del self._waiting[:written]
+                self.size += written
+        except OSError as error:
+            if not self._complained:
+                log.warning("%s cannot be written (%s): its lines wait in memory", self._path, error.strerror)
+            self._complained = True
+            return False
+        self._complained = False
+        return True
+
+    def sync(self) -> None:
+        """What is in the file, onto the disk itself."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Raises OSError if something could not be written to the last."""
+        whole = self.flush()
+        self._file.close()
+        if not whole:
+            raise OSError(f"{self._path} is not complete: the disk did not take it")
 
 
 class TraceWriter:
     """One line per arriving gradient."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._lines: list[str] = []
+    def __init__(self, lines: Lines) -> None:
+        self.lines = lines
 
     def arrival(
         self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
-        loss: float | None, compute_seconds: float,
+        loss: float | None, compute_seconds: float, extra: str = "",
     ) -> None:  # fmt: skip
         # Formatted by hand: this is called for every gradient, and json.dumps would cost four times as much.
         loss_text = "null" if loss is None or loss - loss != 0.0 else repr(loss)
-        self._lines.append(
+        self.lines.append(
             f'{{"time": {time!r}, "worker": {worker}, "sequence": {sequence}, '
             f'"gradient_version": {gradient_version}, "version": {receipt.version}, "delay": {receipt.delay}, '
             f'"verdict": {_JSON_VERDICT[receipt.verdict]}, "loss": {loss_text}, '
-            f'"compute_seconds": {compute_seconds!r}}}\n'
+            f'"compute_seconds": {compute_seconds!r}{extra}}}\n'
         )
-        if len(self._lines) >= _LINES_PER_WRITE:
-            self.flush()
-
-    def flush(self) -> None:
-        self._file.write("".join(self._lines))
-        self._file.flush()
-        self._lines.clear()
 
     def close(self) -> None:
-        self.flush()
-        self._file.close()
+        self.lines.close()
 
 
-class MetricsWriter:
-    """One line per measurement, written at once."""
+class RowWriter:
+    """One line per row, written at once."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    def __init__(self, lines: Lines) -> None:
+        self.lines = lines
 
-    def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+    def write(self, row: Mapping[str, Any]) -> None:
+        self.lines.append(json.dumps(row) + "\n")
+        self.lines.flush()
 
     def close(self) -> None:
-        self._file.close()
+        self.lines.close()

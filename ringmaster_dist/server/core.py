@@ -1,19 +1,28 @@
 """The server's state and verdicts: the only place that decides and updates (Algorithm 1).
 
-A plain object without clock, thread, socket or file. The real server and the simulator drive the same one.
-Callers serialise their calls. Invariants:
+A plain object without clock, thread, socket or file. The real server and the simulator drive the same one. Deciding
+and computing are apart: `judge` and `count_out` decide and count the version on, `apply_next` does the arithmetic of
+the oldest update decided. `push` and `leave` are both at once. Invariants:
 
 - every push gets exactly one verdict, and ``accepted + stale + invalid`` is the number of pushes counted;
 - a repeated ``(worker, sequence)`` gets its first answer again and changes nothing, not even a counter;
 - a gradient whose delay has reached the threshold is never applied, and no gradient is applied twice;
 - an iterate handed out in a snapshot is never written again, unless its holder gives it back (`recycle`).
+
+Callers serialise their calls, except that one thread may be in `apply_next` while others judge: only `apply_next`
+touches iterate, momentum and sum, and only the others touch version, counters and ledger.
+
+Each start of a server is a *term*. One that starts from a checkpoint continues the history at the checkpoint's
+version; what an earlier term computed beyond it is lost. ``begins`` holds the version at which each term began, so a
+gradient, named by term and version, is known to belong to this history or not.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,10 +49,21 @@ class WorkerRecord:
         self.invalid = 0
 
 
+class _Decided(NamedTuple):
+    """Arithmetic to do: take a gradient in; if it completes an update, apply the mean of ``num_averaged``."""
+
+    gradient: torch.Tensor | None  # None: a round completed by a departure
+    num_averaged: int  # 0: only take it in
+    eta: float
+    alpha: float
+
+
 class ServerCore:
     """Iterate, momentum, version and method behind `join`, `leave`, `fetch` and `push`."""
 
-    def __init__(self, initial: torch.Tensor, method: Method, update: Update) -> None:
+    def __init__(
+        self, initial: torch.Tensor, method: Method, update: Update, gradient_dtype: torch.dtype | None = None
+    ) -> None:
         expected = (update.layout.size,)
         if tuple(initial.shape) != expected or initial.dtype != update.dtype:
             raise ValueError(
@@ -52,6 +72,9 @@ class ServerCore:
             )
         self.method = method
         self.update = update
+        self.version = 0  # the number of updates decided; the snapshot may be behind
+        self.begins = [0]  # the version at which each term began; the last is the current term's
+        self.gradient_dtype = gradient_dtype or update.dtype  # as gradients arrive
         self.snapshot = Snapshot(0, initial.detach().clone())
         self.momentum = torch.zeros_like(self.snapshot.iterate)
         self.accepted = 0
@@ -59,13 +82,18 @@ class ServerCore:
         self.invalid = 0
         self.workers: dict[int, WorkerRecord] = {}
         self.live: set[int] = set()
+        self.decided: deque[_Decided] = deque()
+        self._sum: torch.Tensor | None = None  # of the gradients taken in for the next update
+        self._num_summed = 0
         self._next_worker_id = 0
         self._spare: list[torch.Tensor] = []  # memory for iterates to come
+        self.allocate: Callable[[], torch.Tensor] = lambda: torch.empty_like(self.snapshot.iterate)  # and more of it
+        self.outgoing = self.snapshot  # as workers get it: rounded, where there is memory for that
+        self.allocate_rounded: Callable[[], torch.Tensor] | None = None
 
     @property
-    def version(self) -> int:
-        """The number of updates applied."""
-        return self.snapshot.version
+    def term(self) -> int:
+        return len(self.begins) - 1
 
     @property
     def pushes(self) -> int:
@@ -74,9 +102,18 @@ class ServerCore:
     @property
     def stale_before(self) -> int:
         """Gradients of versions below this can never be accepted any more: work on them may stop."""
-        version = self.snapshot.version
-        threshold = self.method.threshold(version)
-        return 0 if threshold > version else int(version - threshold + 1)
+        threshold = self.method.threshold(self.version)
+        return 0 if threshold > self.version else int(self.version - threshold + 1)
+
+    def begin_term(self) -> None:
+        """Starts a new term at the current version, which is what a checkpoint has given back."""
+        assert not self.decided, "a term begins with nothing left to apply"
+        self.begins.append(self.version)
+        self.snapshot = self.snapshot._replace(term=self.term)
+
+    def shared_version(self, term: int, version: int) -> int:
+        """The last version up to ``version`` of that term's line of history that this history contains."""
+        return min(version, *self.begins[term + 1 :]) if term < self.term else version
 
     def join(self, worker_id: int | None = None) -> int:
         """Admits a new worker, or again one that was here before (its sequences go on); returns its id."""
@@ -91,12 +128,17 @@ class ServerCore:
 
     def leave(self, worker_id: int) -> None:
         """Counts a worker out. A synchronous round that waited only for it is completed, which is an update."""
+        self.count_out(worker_id)
+        self.settle()
+
+    def count_out(self, worker_id: int) -> None:
+        """As `leave`, with the arithmetic left to `apply_next`."""
         if worker_id not in self.live:
             return
         self.live.discard(worker_id)
-        mean = self.method.complete_without(self.live)
-        if mean is not None:
-            self._apply(mean, delay=0)
+        completes = self.method.complete_without(self.live)
+        if completes:
+            self._decide(None, completes, delay=0)
 
     def fetch(self, known_version: int | None = None) -> Snapshot | None:
         """The newest snapshot, or None when the caller has it."""
@@ -104,43 +146,65 @@ class ServerCore:
 
     def recycle(self, snapshot: Snapshot) -> None:
         """Gives an old iterate's memory back. The caller promises that nobody reads it any more."""
-        assert snapshot.version < self.version, "the current iterate is in use"
+        assert snapshot.version < self.snapshot.version, "the current iterate is in use"
         self._spare.append(snapshot.iterate)
 
-    def push(self, worker_id: int, sequence: int, gradient_version: int, gradient: Gradient) -> Receipt:
-        """One verdict on one gradient; applies an update when the method says so.
+    def push(
+        self, worker_id: int, sequence: int, gradient_version: int, gradient: Gradient, term: int | None = None
+    ) -> Receipt:
+        """One verdict on one gradient, and the update when the method says so."""
+        receipt = self.judge(worker_id, sequence, gradient_version, gradient, term)
+        self.settle()
+        return receipt
+
+    def settle(self) -> None:
+        """Does everything decided."""
+        while self.decided:
+            self.apply_next()
+
+    def judge(
+        self,
+        worker_id: int,
+        sequence: int,
+        gradient_version: int,
+        gradient: Gradient,
+        term: int | None = None,
+        fault: str | None = None,
+    ) -> Receipt:
+        """One verdict on one gradient; decides an update when the method says so.
 
         Sequences of a worker increase from push to push; gaps are allowed (work that was interrupted).
+        ``fault`` is what `gradient_fault` has said of the gradient, where the caller has asked it already.
         """
         record = self.workers.get(worker_id)
         if record is not None and sequence == record.sequence and record.receipt is not None:
             return record.receipt
-        version = self.snapshot.version
-        delay = version - gradient_version
-        problem = self._refusal(record, worker_id, sequence, gradient_version, delay)
+        version = self.version
+        shared = gradient_version if term is None else self.shared_version(term, gradient_version)
+        delay = version - shared
+        problem = self._refusal(record, worker_id, sequence, gradient_version, delay, term)
         if problem:
             return self._refuse(record, sequence, delay, problem)
         assert record is not None
-        if delay >= self.method.threshold(version):
+        if delay >= self.method.threshold(version) or shared < gradient_version:
             self.stale += 1
             record.stale += 1
             return self._answer(record, sequence, Receipt(_STALE, delay, version, version))
         if not isinstance(gradient, torch.Tensor):
             gradient = gradient()
-        problem = self._gradient_fault(gradient)
+        problem = self.gradient_fault(gradient) if fault is None else fault
         if problem:
             return self._refuse(record, sequence, delay, problem)
         self.accepted += 1
         record.accepted += 1
-        to_apply = self.method.collect(worker_id, gradient, self.live)
-        if to_apply is not None:
-            self._apply(to_apply, delay)
-        continue_at = version + 1 if self.method.waits else self.snapshot.version
+        self._decide(gradient, self.method.admit(worker_id, self.live), delay)
+        continue_at = version + 1 if self.method.waits else self.version
         return self._answer(record, sequence, Receipt(_ACCEPTED, delay, version, continue_at))
 
     def _refusal(
-        self, record: WorkerRecord | None, worker_id: int, sequence: int, gradient_version: int, delay: int
-    ) -> str:
+        self, record: WorkerRecord | None, worker_id: int, sequence: int, gradient_version: int, delay: int,
+        term: int | None,
+    ) -> str:  # fmt: skip
         """What is wrong with a push, whatever its gradient; empty if nothing is."""
         if record is None or worker_id not in self.live:
             return f"worker {worker_id} is not a member of this run: join first"
@@ -152,15 +216,17 @@ class ServerCore:
             return f"gradient version {gradient_version} is in the future, the server is at {self.version}"
         if gradient_version < 0:
             return f"gradient version {gradient_version} is negative"
+        if term is not None and not 0 <= term <= self.term:
+            return f"term {term} is unknown, the server is in term {self.term}"
         return self.method.refusal(worker_id)
 
-    def _gradient_fault(self, gradient: torch.Tensor) -> str:
-        """What is wrong with a gradient; empty if nothing is."""
-        iterate = self.snapshot.iterate
+    def gradient_fault(self, gradient: torch.Tensor) -> str:
+        """What is wrong with a gradient; empty if nothing is. May be called by any thread."""
+        iterate, expected = self.snapshot.iterate, self.gradient_dtype
         if gradient.shape != iterate.shape:
             return f"the gradient has shape {tuple(gradient.shape)}, the iterate {tuple(iterate.shape)}"
-        if gradient.dtype != iterate.dtype:
-            return f"the gradient is {gradient.dtype}, the iterate {iterate.dtype}"
+        if gradient.dtype != expected:
+            return f"the gradient is {gradient.dtype}, not {expected}"
         if gradient.device != iterate.device:
             return f"the gradient is on {gradient.device}, the iterate on {iterate.device}"
         # One cheap pass: a NaN or Inf always spoils the sum. A sum can also overflow, so ask again if it did.
@@ -170,8 +236,7 @@ class ServerCore:
 
     def _refuse(self, record: WorkerRecord | None, sequence: int, delay: int, reason: str) -> Receipt:
         self.invalid += 1
-        version = self.snapshot.version
-        receipt = Receipt(_INVALID, delay, version, version, reason)
+        receipt = Receipt(_INVALID, delay, self.version, self.version, reason)
         if record is not None:
             record.invalid += 1
             if sequence > record.sequence:
@@ -184,27 +249,64 @@ class ServerCore:
         record.receipt = receipt
         return receipt
 
-    def _apply(self, gradient: torch.Tensor, delay: int) -> None:
-        """Version k -> k + 1. The next iterate goes to memory of its own: the current one may be in use."""
-        version, iterate = self.snapshot
-        method = self.method
-        out = self._spare.pop() if self._spare else torch.empty_like(iterate)
-        eta = method.eta(version, delay, len(self.live))
-        self.update.apply(iterate, self.momentum, gradient, eta=eta, alpha=method.alpha(version), out=out)
-        self.snapshot = Snapshot(version + 1, out)
+    def _decide(self, gradient: torch.Tensor | None, num_averaged: int, delay: int) -> None:
+        """Version k -> k + 1 if the gradient completes an update; the arithmetic is left to `apply_next`."""
+        version, method = self.version, self.method
+        eta = method.eta(version, delay, len(self.live)) if num_averaged else 0.0
+        self.decided.append(_Decided(gradient, num_averaged, eta, method.alpha(version)))
+        if num_averaged:
+            self.version = version + 1
+
+    def apply_next(self) -> None:
+        """Does the oldest thing decided. The next iterate goes to memory of its own: the current one may be in use."""
+        gradient, num_averaged, eta, alpha = self.decided[0]
+        if num_averaged == 1 and self._num_summed == 0 and gradient is not None:
+            self._apply(gradient, eta, alpha)
+        else:
+            if gradient is not None:
+                self._take_in(gradient)
+            if num_averaged:
+                assert self._sum is not None
+                assert self._num_summed == num_averaged
+                self._num_summed = 0
+                self._apply(self._sum.div_(num_averaged), eta, alpha)
+        self.decided.popleft()
+
+    def _take_in(self, gradient: torch.Tensor) -> None:
+        if self._num_summed == 0:
+            self._sum = torch.empty_like(self.momentum) if self._sum is None else self._sum
+            self._sum.copy_(gradient)
+        else:
+            assert self._sum is not None
+            self._sum.add_(gradient)
+        self._num_summed += 1
+
+    def _apply(self, gradient: torch.Tensor, eta: float, alpha: float) -> None:
+        version, iterate, term = self.snapshot
+        out = self._spare.pop() if self._spare else self.allocate()
+        rounded = self.allocate_rounded() if self.allocate_rounded else None
+        self.update.apply(iterate, self.momentum, gradient, eta=eta, alpha=alpha, out=out, rounded=rounded)
+        self.snapshot = Snapshot(version + 1, out, term)
+        self.outgoing = self.snapshot if rounded is None else Snapshot(version + 1, rounded, term)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a core of the same configuration needs to continue bit for bit."""
+        """Everything a core of the same configuration needs to continue bit for bit: tensors and plain values.
+
+        Not the terms: those are facts about the server's starts, which the state of an earlier one cannot know.
+        """
+        assert not self.decided, "there are decided updates left to apply"
         return {
-            "version": self.version,
             "iterate": self.snapshot.iterate,
             "momentum": self.momentum.clone(),
+            "sum": self._sum.clone() if self._sum is not None and self._num_summed else None,
+            "num_summed": self._num_summed,
+            "version": self.version,
             "method": self.method.state_dict(),
-            "counters": (self.accepted, self.stale, self.invalid),
-            "workers": {
-                worker_id: (r.sequence, r.receipt and tuple(r.receipt), r.accepted, r.stale, r.invalid)
+            "counters": [self.accepted, self.stale, self.invalid],
+            "workers": [
+                [worker_id, r.sequence, _plain(r.receipt), r.accepted, r.stale, r.invalid]
                 for worker_id, r in self.workers.items()
-            },
+            ],
             "live": sorted(self.live),
             "next_worker_id": self._next_worker_id,
         }
@@ -214,15 +316,22 @@ class ServerCore:
             raise ValueError(
                 f"the state holds {state['iterate'].numel()} parameters, this model has {self.update.layout.size}"
             )
-        self.snapshot = Snapshot(state["version"], state["iterate"].clone())
+        self.version = state["version"]
+        self.snapshot = Snapshot(self.version, state["iterate"].clone(), self.term)
         self.momentum = state["momentum"].clone()
+        self._sum = None if state["sum"] is None else state["sum"].clone()
+        self._num_summed = state["num_summed"]
         self.method.load_state_dict(state["method"])
         self.accepted, self.stale, self.invalid = state["counters"]
         self.workers = {}
-        for worker_id, (sequence, receipt, accepted, stale, invalid) in state["workers"].items():
+        for worker_id, sequence, receipt, accepted, stale, invalid in state["workers"]:
             record = self.workers[worker_id] = WorkerRecord()
             record.sequence = sequence
             record.receipt = None if receipt is None else Receipt(Verdict(receipt[0]), *receipt[1:])
             record.accepted, record.stale, record.invalid = accepted, stale, invalid
         self.live = set(state["live"])
         self._next_worker_id = state["next_worker_id"]
+
+
+def _plain(receipt: Receipt | None) -> list[Any] | None:
+    return None if receipt is None else [receipt.verdict.value, *receipt[1:]]

@@ -1,8 +1,9 @@
 """The core behind RPC: who may call, who is alive, who waits, and when it is over.
 
-RPC threads enter `join`, `fetch`, `push`, `await_stale` and `leave`; one thread of this object's own (`start`)
-expires leases and ends the run by its seconds. All of them hold ``_lock`` while they touch the core. Futures are
-completed after it is released: completing one sends a message.
+Three kinds of thread enter. RPC threads call `join`, `fetch`, `push`, `await_stale` and `leave`. One thread of this
+object's own (`_watch`) expires leases and ends the run by its seconds. Another (`_compute`) does the arithmetic of the
+updates that were decided. All hold ``_lock`` to decide, none to compute: while an update is being computed, pushes are
+judged, and who is rejected is answered. Futures are completed after the lock is released: that sends a message.
 
 A lease is kept by any call. A worker that computes longer than its lease keeps it by its long poll, which is
 answered AGAIN every third of a lease and asked anew.
@@ -12,12 +13,11 @@ from __future__ import annotations
 
 import hmac
 import logging
-import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,6 +33,8 @@ from ringmaster_dist.protocol import (
     Welcome,
 )
 from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.server.sessions import Sessions
+from ringmaster_dist.wire import Ends, Wire
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +42,42 @@ _TICK_SECONDS = 0.05
 
 
 class Journal(Protocol):
-    """Told of everything that a replay needs, in order, under the lock."""
+    """Told of everything that a replay needs, in order, under the lock. Only `mark` may raise."""
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None: ...
 
-    def membership(self, worker: int, event: str, pushes: int) -> None: ...
+    def membership(self, worker: int, event: str, pushes: int, slot: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def mark(self) -> dict[str, int]:
+        """Where its files end, with everything told so far in them. Raises OSError where that cannot be."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the server grants: how long, how much, to whom."""
+
+    config_text: str
+    fingerprint: str  # of the model's parameters and the data: a worker's must be the same
+    token: str
+    max_updates: float
+    max_seconds: float
+    lease_seconds: float
+    expected_workers: int = 1  # the run starts when they are there
+    start_seconds: float = 0.0  # or this long after the first
+    max_invalid: int = 10  # a worker that sends this many invalid gradients in a row is evicted
+    wire: Wire = Wire()  # noqa: RUF009  (immutable)
+
+
+class _Poll(NamedTuple):
+    """A question about work in progress that is not answered yet."""
+
+    term: int
+    version: int
+    future: torch.futures.Future[Staleness]
+    since: float
 
 
 @dataclass
@@ -57,12 +90,13 @@ class WorkerStatus:
     interruptions: Interruptions = Interruptions()  # noqa: RUF009  (immutable)
     used_seconds: float = 0.0
     wasted_seconds: float = 0.0
-    poll: tuple[int, torch.futures.Future[Staleness], float] | None = None  # version, whom to tell, since when
+    invalid_in_a_row: int = 0
+    poll: _Poll | None = None
 
 
 @dataclass
 class _Waiting:
-    """A push whose answer has to wait for the round to end."""
+    """A push whose answer has to wait for an update to be computed, or for a round to end."""
 
     receipt: Receipt
     future: torch.futures.Future[Reply]
@@ -88,61 +122,116 @@ class Service:
     def __init__(
         self,
         core: ServerCore,
-        *,
-        config_text: str,
-        token: str,
-        lease_seconds: float,
+        settings: Settings,
         journal: Journal,
-        max_updates: float,
-        max_seconds: float,
-        expected_workers: int = 1,
-        start_seconds: float = 0.0,
+        *,
+        state: Mapping[str, Any] | None = None,
+        checkpoint_due: Callable[[int], bool] = lambda version: False,
+        save: Callable[[dict[str, Any]], None] = lambda state: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``state`` is what `capture` gave in an earlier term; ``save`` gets one when ``checkpoint_due`` says so."""
         self.core = core
         self.workers: dict[int, WorkerStatus] = {}
-        self.ended = threading.Event()
-        self._config_text, self._token = config_text, token
-        self._lease_seconds = lease_seconds
-        self._journal = journal
-        self._max_updates, self._max_seconds = max_updates, max_seconds
-        self._clock = clock
-        self._expected_workers, self._start_seconds = expected_workers, start_seconds
+        self.ended = threading.Event()  # nothing changes any more
+        self._settings, self._journal, self._clock = settings, journal, clock
+        self._checkpoint_due, self._save = checkpoint_due, save
+        self._wire = Ends(settings.wire, core.update.layout.size, core.update.dtype)
+        core.allocate, core.allocate_rounded = self._wire.empty, self._wire.empty_rounded
+        self._outgoing = self._wire.pack(core.snapshot)  # what is sent to workers
         self._first_join: float | None = None
         self._joining: list[tuple[torch.futures.Future[Welcome], Welcome]] = []  # who waits for the run to start
         self._began: float | None = None  # when it started
+        self._earlier_seconds = 0.0  # in earlier terms
+        self._ending = False  # no more verdicts; what was decided is still computed
         self._ended_at: float | None = None
         self._lock = threading.Lock()
-        self._sessions: dict[str, int] = {}
+        self._decided = threading.Condition(self._lock)
+        self._sessions = Sessions(settings.token)
         self._waiting: list[_Waiting] = []
+        self._gone: set[int] = set()  # who has left after the end; that is not part of the history
         self._all_left = threading.Event()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="leases", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._watch, name="leases", daemon=True),
+            threading.Thread(target=self._compute, name="updates", daemon=True),
+        ]
+        if state is not None:
+            self._restore(state)
 
     @property
     def seconds(self) -> float:
-        """Since the workers were let go, until the end."""
+        """Since the workers were let go, until the end, over all terms."""
         if self._began is None:
-            return 0.0
-        return (self._ended_at if self._ended_at is not None else self._clock()) - self._began
+            return self._earlier_seconds
+        return self._earlier_seconds + (self._ended_at if self._ended_at is not None else self._clock()) - self._began
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def end(self) -> None:
-        """Ends the run: whoever waits or calls is told."""
-        answers = _Answers()
+        """Ends the run: whoever waits or calls is told. `ended` is set when the last update is computed."""
         with self._lock:
-            self._end(answers)
-        answers.send()
+            self._end()
 
     def wait_until_all_left(self, timeout_seconds: float) -> bool:
         """After the end: whether every live worker has heard of it and left."""
         return self._all_left.wait(timeout_seconds)
 
     def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
+        with self._lock:
+            self._closing.set()
+            self._decided.notify()
+        for thread in self._threads:
+            thread.join()
+
+    # --- the state -------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """Everything a server started later needs. What was decided is computed first, with the pushes held back."""
+        assert self.ended.is_set() or not self._threads[1].is_alive(), "somebody else is computing"
+        with self._lock:
+            return self._capture()
+
+    def _capture(self) -> dict[str, Any]:
+        self.core.settle()
+        service = {
+            "seconds": self.seconds,
+            "ended": self._ending,
+            "workers": [
+                [worker, s.session, s.slot, *s.interruptions, s.used_seconds, s.wasted_seconds]
+                for worker, s in self.workers.items()
+            ],
+        }
+        return {**self.core.state_dict(), "service": service, "files": self._journal.mark()}
+
+    def _try_to_capture(self) -> dict[str, Any] | None:
+        try:
+            state = self._capture()
+        except OSError as error:
+            log.warning("server v=%d: no checkpoint: %s", self.core.version, error)
+            state = None
+        self._publish()
+        return state
+
+    def _publish(self) -> None:
+        if self.core.outgoing.version > self._outgoing.version:
+            self._outgoing = self.core.outgoing
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        service = state["service"]
+        now = self._clock()
+        self._earlier_seconds = service["seconds"]
+        for worker, session, slot, num, seconds, used, wasted in service["workers"]:
+            self.workers[worker] = WorkerStatus(session, slot, now, Interruptions(num, seconds), used, wasted)
+        if service["ended"]:  # its workers were told and have gone
+            for worker in sorted(self.core.live):
+                self._journal.membership(worker, "leave", self.core.pushes, self.workers[worker].slot)
+                self.core.leave(worker)
+        else:  # they will be back
+            self._began = now
+        self._outgoing = self._wire.pack(self.core.snapshot)
 
     # --- the calls -------------------------------------------------------------------------------------------
 
@@ -151,41 +240,99 @@ class Service:
         future: torch.futures.Future[Welcome] = torch.futures.Future()
         answers = _Answers()
         with self._lock:
-            answers.add(future, self._admit(request))
-            welcome = answers.pending[0][1]
-            if welcome.session and not self._started:
+            welcome = self._admit(request)
+            if welcome.session and self._began is None:
                 self._joining.append((future, welcome))
-                answers.pending.clear()
                 self._start_if_due(answers)
+            else:
+                answers.add(future, welcome)
         answers.send()
         return future
+
+    def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply:
+        """The newest snapshot for a worker that has stopped what it did. ``interruptions`` is its total so far."""
+        with self._lock:
+            worker = self._seen(session)
+            if worker is None:
+                return Reply(None, None, self._ending, unknown=True)
+            self.workers[worker].interruptions = interruptions
+            known = (term, known_version) == (self._outgoing.term, self._outgoing.version)
+            return Reply(None, None if known else self._outgoing, self._ending)
+
+    def push(self, session: str, push: Push) -> torch.futures.Future[Reply]:
+        """Answered with the verdict and the snapshot to go on from.
+
+        Who was accepted waits for its update (with `synchronous`: its round); who was rejected waits only if every
+        snapshot there is would be stale.
+        """
+        future: torch.futures.Future[Reply] = torch.futures.Future()
+        answers = _Answers()
+        fault = None
+        if push.gradient_version >= self.core.stale_before:  # else it will be rejected anyway
+            fault = self.core.gradient_fault(push.gradient)  # a pass over the gradient, outside the lock
+        with self._lock:
+            worker = self._seen(session)
+            if worker is None or self._ending:
+                answers.add(future, Reply(None, None, self._ending, unknown=worker is None))
+            else:
+                self._judge(worker, push, fault, future, answers)
+        answers.send()
+        return future
+
+    def await_stale(self, session: str, term: int, version: int) -> torch.futures.Future[Staleness]:
+        future: torch.futures.Future[Staleness] = torch.futures.Future()
+        answers = _Answers()
+        with self._lock:
+            worker = self._seen(session)
+            if self._ending:
+                answers.add(future, Staleness.ENDED)
+            elif worker is None:
+                answers.add(future, Staleness.UNKNOWN)
+            else:
+                status = self.workers[worker]
+                if status.poll is not None:  # it asks about newer work: the older question is moot
+                    answers.add(status.poll.future, Staleness.AGAIN)
+                status.poll = _Poll(term, version, future, self._clock())
+                self._answer_poll(status, answers)
+        answers.send()
+        return future
+
+    def leave(self, session: str) -> None:
+        answers = _Answers()
+        with self._lock:
+            worker = self._seen(session)
+            if worker is not None:
+                self._remove(worker, "left", answers)
+                self.workers[worker].session = ""
+        answers.send()
+
+    # --- under the lock --------------------------------------------------------------------------------------
 
     def _admit(self, request: JoinRequest) -> Welcome:
         if request.protocol_version != PROTOCOL_VERSION:
             return _refused(f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}")
-        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+        if not hmac.compare_digest(request.token.encode(), self._settings.token.encode()):
             log.warning("a join with a wrong token was refused")
             return _refused("the token is not that of this run")
-        if self.ended.is_set():
+        if self._ending:
             return Welcome("", "the run is over", True, -1, "", "", None)
         worker = self.core.join()
-        self._journal.membership(worker, "join", self.core.pushes)
-        session = secrets.token_hex(16)
-        self._sessions[session] = worker
         slot = request.slot if request.slot >= 0 else worker
+        self._journal.membership(worker, "join", self.core.pushes, slot)
+        session = self._sessions.issue(worker, slot)
         self.workers[worker] = WorkerStatus(session, slot, self._clock())
         if self._first_join is None:
             self._first_join = self._clock()
         log.info("worker-%d v=%d joined", worker, self.core.version)
-        fingerprint = self.core.update.layout.fingerprint
-        return Welcome(session, "", False, worker, self._config_text, fingerprint, self.core.snapshot)
+        settings = self._settings
+        return Welcome(session, "", False, worker, settings.config_text, settings.fingerprint, self._outgoing)
 
     def _start_if_due(self, answers: _Answers) -> None:
         """Starts the run's clock, and everybody at once, when all who are expected have joined or time is up."""
-        if self._started or self._first_join is None:
+        if self._began is not None or self._first_join is None:
             return
-        now = self._clock()
-        if len(self._joining) < self._expected_workers and now - self._first_join < self._start_seconds:
+        now, settings = self._clock(), self._settings
+        if len(self._joining) < settings.expected_workers and now - self._first_join < settings.start_seconds:
             return
         self._began = now
         for future, welcome in self._joining:
@@ -194,77 +341,30 @@ class Service:
         for status in self.workers.values():
             status.last_seen = now
 
-    @property
-    def _started(self) -> bool:
-        return self._began is not None
-
-    def fetch(self, session: str, known_version: int, interruptions: Interruptions) -> Reply:
-        """The newest snapshot for a worker that has stopped what it did. ``interruptions`` is its total so far."""
-        with self._lock:
-            worker = self._seen(session)
-            if worker is None:
-                return Reply(None, None, self.ended.is_set(), unknown=True)
-            self.workers[worker].interruptions = interruptions
-            return Reply(None, self.core.fetch(known_version), self.ended.is_set())
-
-    def push(self, session: str, push: Push) -> torch.futures.Future[Reply]:
-        future: torch.futures.Future[Reply] = torch.futures.Future()
-        answers = _Answers()
-        with self._lock:
-            worker = self._seen(session)
-            if worker is None or self.ended.is_set():
-                answers.add(future, Reply(None, None, self.ended.is_set(), unknown=worker is None))
-            else:
-                self._push(worker, push, future, answers)
-        answers.send()
-        return future
-
-    def await_stale(self, session: str, gradient_version: int) -> torch.futures.Future[Staleness]:
-        future: torch.futures.Future[Staleness] = torch.futures.Future()
-        answers = _Answers()
-        with self._lock:
-            worker = self._seen(session)
-            if self.ended.is_set():
-                answers.add(future, Staleness.ENDED)
-            elif worker is None:
-                answers.add(future, Staleness.UNKNOWN)
-            elif gradient_version < self.core.stale_before:
-                answers.add(future, Staleness.STALE)
-            else:
-                status = self.workers[worker]
-                if status.poll is not None:  # it asks about newer work: the older question is moot
-                    answers.add(status.poll[1], Staleness.AGAIN)
-                status.poll = (gradient_version, future, self._clock())
-        answers.send()
-        return future
-
-    def leave(self, session: str) -> None:
-        answers = _Answers()
-        with self._lock:
-            worker = self._sessions.get(session)
-            if worker is not None:
-                self._remove(worker, "leave", answers)
-                del self._sessions[session]
-        answers.send()
-
-    # --- under the lock --------------------------------------------------------------------------------------
-
     def _seen(self, session: str) -> int | None:
         """Whose session it is. Renews the lease, also one that has run out: the worker is back."""
-        worker = self._sessions.get(session)
-        if worker is None:
+        holder = self._sessions.holder(session)
+        if holder is None:
             return None
-        self.workers[worker].last_seen = self._clock()
-        if worker not in self.core.live and not self.ended.is_set():
+        worker = holder.worker
+        status = self.workers.get(worker)
+        if status is None:  # it joined an earlier term, after the checkpoint this one began from
+            status = self.workers[worker] = WorkerStatus(session, holder.slot, self._clock())
+        elif status.session != session:
+            return None
+        status.last_seen = self._clock()
+        if worker not in self.core.live and not self._ending:
             self.core.join(worker)
-            self._journal.membership(worker, "join", self.core.pushes)
+            self._journal.membership(worker, "join", self.core.pushes, status.slot)
             log.info("worker-%d v=%d is back", worker, self.core.version)
         return worker
 
-    def _push(self, worker: int, push: Push, future: torch.futures.Future[Reply], answers: _Answers) -> None:
+    def _judge(
+        self, worker: int, push: Push, fault: str | None, future: torch.futures.Future[Reply], answers: _Answers
+    ) -> None:
         core, status = self.core, self.workers[worker]
         version, pushes = core.version, core.pushes
-        receipt = core.push(worker, push.sequence, push.gradient_version, push.gradient)
+        receipt = core.judge(worker, push.sequence, push.gradient_version, push.gradient, push.term, fault)
         if core.pushes > pushes:  # not the repetition of an answered one
             self._journal.arrival(self.seconds, worker, push, receipt)
             if receipt.verdict is Verdict.ACCEPTED:
@@ -273,49 +373,75 @@ class Service:
                 status.wasted_seconds += push.compute_seconds
             if receipt.verdict is Verdict.INVALID:
                 log.warning("worker-%d v=%d sent an invalid gradient: %s", worker, version, receipt.reason)
+                status.invalid_in_a_row += 1
+            elif receipt.verdict is Verdict.ACCEPTED:  # a stale one was not looked at
+                status.invalid_in_a_row = 0
+        if status.invalid_in_a_row >= self._settings.max_invalid:
+            reason = f"{status.invalid_in_a_row} invalid gradients in a row, the last because {receipt.reason}"
+            answers.add(future, Reply(receipt, None, evicted=reason))
+            log.warning("worker-%d v=%d is evicted: %s", worker, version, reason)
+            self._remove(worker, "was evicted", answers)
+            status.session = ""
+            return
         self._waiting.append(_Waiting(receipt, future))
         self._after_change(answers)
 
-    def _after_change(self, answers: _Answers) -> None:
-        """Answers whoever can be answered now that the version or the membership may have changed."""
-        core = self.core
-        if core.version >= self._max_updates:
-            self._end(answers)
+    def _answer_poll(self, status: WorkerStatus, answers: _Answers) -> None:
+        """Says that the work is worthless, once there is something better to begin."""
+        poll, core = status.poll, self.core
+        if poll is None:
             return
-        still = []
+        lost = core.shared_version(poll.term, poll.version) < poll.version
+        if lost or poll.version < core.stale_before <= self._outgoing.version:
+            answers.add(poll.future, Staleness.STALE)
+            status.poll = None
+
+    def _after_change(self, answers: _Answers) -> None:
+        """Answers whoever can be answered now that a version, a snapshot or the membership may be new."""
+        core, outgoing = self.core, self._outgoing
+        if core.version >= self._settings.max_updates:
+            self._end()
+        if core.decided:
+            self._decided.notify()
+        if self._ending:
+            return  # everybody is answered when the last update is computed
+        stale_before, still = core.stale_before, []
         for waiting in self._waiting:
-            if waiting.receipt.continue_at <= core.version:
-                answers.add(waiting.future, Reply(waiting.receipt, core.snapshot))
+            accepted = waiting.receipt.verdict is Verdict.ACCEPTED
+            if outgoing.version >= (waiting.receipt.continue_at if accepted else stale_before):
+                answers.add(waiting.future, Reply(waiting.receipt, outgoing))
             else:
                 still.append(waiting)
         self._waiting = still
-        stale_before = core.stale_before
         for status in self.workers.values():
-            if status.poll is not None and status.poll[0] < stale_before:
-                answers.add(status.poll[1], Staleness.STALE)
-                status.poll = None
+            self._answer_poll(status, answers)
 
     def _remove(self, worker: int, event: str, answers: _Answers) -> None:
         status = self.workers[worker]
         if status.poll is not None:
-            answers.add(status.poll[1], Staleness.AGAIN)
+            answers.add(status.poll.future, Staleness.AGAIN)
             status.poll = None
-        if worker in self.core.live:
-            if not self.ended.is_set():  # after the end nothing changes any more
-                self._journal.membership(worker, "leave", self.core.pushes)
-                log.info("worker-%d v=%d %s", worker, self.core.version, event)
-                self.core.leave(worker)
-                self._after_change(answers)
-            else:
-                self.core.live.discard(worker)
-        if self.ended.is_set() and not self.core.live:
+        if self._ending:
+            self._gone.add(worker)
+            self._check_all_left()
+        elif worker in self.core.live:
+            self._journal.membership(worker, "leave", self.core.pushes, status.slot)
+            log.info("worker-%d v=%d %s", worker, self.core.version, event)
+            self.core.count_out(worker)
+            self._after_change(answers)
+
+    def _check_all_left(self) -> None:
+        if self._ending and self.core.live <= self._gone:
             self._all_left.set()
 
-    def _end(self, answers: _Answers) -> None:
-        if self.ended.is_set():
-            return
+    def _end(self) -> None:
+        if not self._ending:
+            self._ending = True
+            self._decided.notify()
+
+    def _finish(self, answers: _Answers) -> None:
+        """After the last update: everybody is told."""
         self._ended_at = self._clock()
-        self.ended.set()
         for joining, welcome in self._joining:
             answers.add(joining, welcome)  # its first call will tell it
         self._joining.clear()
@@ -324,12 +450,41 @@ class Service:
         self._waiting = []
         for status in self.workers.values():
             if status.poll is not None:
-                answers.add(status.poll[1], Staleness.ENDED)
+                answers.add(status.poll.future, Staleness.ENDED)
                 status.poll = None
-        if not self.core.live:
-            self._all_left.set()
+        self._check_all_left()
 
-    # --- the thread ------------------------------------------------------------------------------------------
+    # --- the threads -----------------------------------------------------------------------------------------
+
+    def _compute(self) -> None:
+        while not self.ended.is_set():
+            with self._lock:
+                while not (self.core.decided or self._ending or self._closing.is_set()):
+                    self._decided.wait()
+                if self._closing.is_set():
+                    return
+            self.compute()
+
+    def compute(self) -> None:
+        """Computes what was decided, checkpoints when it is time, and finishes the run when it is ending."""
+        core = self.core
+        while core.decided:
+            core.apply_next()
+            answers, state = _Answers(), None
+            with self._lock:
+                self._publish()
+                if self._checkpoint_due(core.snapshot.version):
+                    state = self._try_to_capture()
+                self._after_change(answers)
+            answers.send()
+            if state is not None:
+                self._save(state)
+        answers = _Answers()
+        with self._lock:
+            if self._ending and not core.decided and not self.ended.is_set():
+                self._finish(answers)
+                self.ended.set()
+        answers.send()
 
     def _watch(self) -> None:
         while not self._closing.wait(_TICK_SECONDS):
@@ -339,15 +494,16 @@ class Service:
         """What is due by the clock: the start, the end, leases, and polls that have been kept long enough."""
         answers = _Answers()
         with self._lock:
-            now = self._clock()
+            now, lease_seconds = self._clock(), self._settings.lease_seconds
+            self._journal.flush()
             self._start_if_due(answers)
-            if self.seconds >= self._max_seconds:
-                self._end(answers)
-            for worker, status in self.workers.items() if self._started else ():
-                if worker in self.core.live and now - status.last_seen > self._lease_seconds:
+            if self.seconds >= self._settings.max_seconds:
+                self._end()
+            for worker, status in list(self.workers.items()) if self._began is not None else ():
+                if worker in self.core.live - self._gone and now - status.last_seen > lease_seconds:
                     self._remove(worker, "lost its lease", answers)
-                elif status.poll is not None and now - status.poll[2] > self._lease_seconds / 3:
-                    answers.add(status.poll[1], Staleness.AGAIN)
+                elif status.poll is not None and now - status.poll.since > lease_seconds / 3:
+                    answers.add(status.poll.future, Staleness.AGAIN)
                     status.poll = None
         answers.send()
 

@@ -167,7 +167,8 @@ class CompiledSimulator:
         state, core = self._state, self.core
         counters = state.counters
         iterate = torch.from_numpy(state.iterates[counters[lane.CURRENT]].copy())
-        core.snapshot = Snapshot(int(counters[lane.VERSION]), iterate)
+        core.version = int(counters[lane.VERSION])
+        core.snapshot = Snapshot(core.version, iterate)
         core.momentum = torch.from_numpy(state.momentum.copy())
         core.accepted = int(counters[lane.ACCEPTED])
         core.stale = int(counters[lane.STALE])

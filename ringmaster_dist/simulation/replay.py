@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from ringmaster_dist.config.build import build_core, build_problem
+from ringmaster_dist.config.build import build_core, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.wire import Ends
 
 
 class Outcome(NamedTuple):
@@ -28,33 +29,53 @@ class Outcome(NamedTuple):
 
 def replay(directory: Path) -> Outcome:
     """Raises `UserError` where the directory does not hold a finished real run."""
-    for name in ("config.yaml", "trace.jsonl", "members.jsonl", "final.safetensors"):
+    for name in ("config.yaml", "trace.jsonl", "members.jsonl", "terms.jsonl", "final.safetensors"):
         if not (directory / name).exists():
             raise UserError(f"{directory} has no {name}: replay needs the directory of a finished ringmaster train")
     config = from_yaml((directory / "config.yaml").read_text())
     problem = build_problem(config)
     core = build_core(config, problem)
+    wire = Ends(build_wire(config), core.update.layout.size, problem.dtype)
     arrivals, members = _records(directory / "trace.jsonl"), _records(directory / "members.jsonl")
+    terms = _records(directory / "terms.jsonl")
     last_use = {record["gradient_version"]: index for index, record in enumerate(arrivals)}
     iterates = {0: core.snapshot.iterate}
     next_member = 0
-    torch.set_num_threads(1)  # as the workers
+    slots: dict[int, int] = {}
+    problems = {config.problem.batch: problem}  # by the number of rows of a gradient
+    torch.set_num_threads(config.cluster.threads)  # as the workers; the bits depend on it
     for index, record in enumerate(arrivals):
         while next_member < len(members) and members[next_member]["pushes"] <= index:
             _member(core, members[next_member])
+            slots[members[next_member]["worker"]] = members[next_member]["slot"]
             iterates.setdefault(core.version, core.snapshot.iterate)
             next_member += 1
+        core.begins = [term["version"] for term in terms[: 1 + _serving_term(terms, index)]]
         worker, sequence, version = record["worker"], record["sequence"], record["gradient_version"]
+        named = record.get("lost_version", version)
         if record["verdict"] == "invalid":
-            core.push(worker, sequence, version, torch.empty(0))
+            core.push(worker, sequence, named, torch.empty(0), record["term"])
             continue
-        before = core.version
-        gradient, loss = problem.gradient(iterates[version], config.run.seed, worker, sequence)
-        receipt = core.push(worker, sequence, version, gradient)
+        before, loss = core.version, record["loss"]
+        gradient = torch.empty(0)
+        if record["verdict"] == "accepted" and version not in iterates:
+            what = "is not made yet" if version > core.version else "was used for the last time before"
+            return Outcome(False, before, index, f"arrival {index} was computed at version {version}, which {what}")
+        if record["verdict"] == "accepted" or version in iterates:
+            iterate = wire.unpack_iterate(wire.pack_iterate(iterates[version]))
+            rows = rows_of(config, slots.get(worker, 0))
+            if rows not in problems:
+                problems[rows] = build_problem(config, rows=rows)
+                problems[rows].bind(core.update.layout)
+            gradient, loss = problems[rows].gradient(iterate, config.run.seed, worker, sequence)
+            gradient = wire.pack_gradient(gradient)
+        torch.set_num_threads(config.server.compute_threads)
+        receipt = core.push(worker, sequence, named, gradient, record["term"])
+        torch.set_num_threads(config.cluster.threads)
         told = (record["verdict"], record["delay"], record["version"])
         if (receipt.verdict.value, receipt.delay, receipt.version) != told:
             return Outcome(False, core.version, index, f"arrival {index} was {told}, the replay says {tuple(receipt)}")
-        if record["loss"] is not None and record["loss"] != loss:
+        if "lost_version" not in record and record["loss"] is not None and record["loss"] != loss:
             return Outcome(
                 False, before, index,
                 f"the loss at version {version} (arrival {index}) was {record['loss']!r}, the replay says {loss!r}: "
@@ -73,6 +94,11 @@ def replay(directory: Path) -> Outcome:
     if different:
         return Outcome(False, core.version, len(arrivals), f"the final iterate differs in {', '.join(different)}")
     return Outcome(True, core.version, len(arrivals), "the same bits")
+
+
+def _serving_term(terms: list[dict[str, Any]], index: int) -> int:
+    """The term in which the arrival of this index was judged: the last that had begun, of those that go on to it."""
+    return max(t for t, term in enumerate(terms) if term["pushes"] <= index)
 
 
 def _member(core: Any, record: dict[str, Any]) -> None:

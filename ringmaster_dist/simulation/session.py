@@ -11,11 +11,11 @@ import numpy as np
 
 from ringmaster_dist.config.build import build_core, build_problem
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
-from ringmaster_dist.observe.run_directory import MetricsWriter, RunDirectory, TraceWriter
+from ringmaster_dist.observe.run_directory import RowWriter, RunDirectory, TraceWriter
 from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.problems import Problem
-from ringmaster_dist.profiles import base_seconds
 from ringmaster_dist.protocol import Receipt
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.simulator import Simulator, Stalled
@@ -31,12 +31,14 @@ class Recorder:
     """The simulator's observer: passes arrivals to the trace, measures at samples, reports progress."""
 
     def __init__(
-        self, core: ServerCore, problem: Problem, config: Config, metrics: MetricsWriter,
+        self, core: ServerCore, problem: Problem, config: Config, metrics: RowWriter,
         trace: TraceWriter | None, progress: ProgressCallback,
     ) -> None:  # fmt: skip
         self._core, self._problem, self._budget = core, problem, config.budget
         self._metrics, self._trace, self._progress = metrics, trace, progress
         self._arrivals = 0
+        self._every, self._next_evaluation = config.eval.every, 0
+        self._value: dict[str, float] = {}
         self.rows: list[dict[str, Any]] = []
 
     def arrival(
@@ -51,10 +53,14 @@ class Recorder:
 
     def sample(self, time: float) -> None:
         core = self._core
+        due = self._problem.quick_to_evaluate or core.version >= self._next_evaluation
+        if due:
+            self._next_evaluation = core.version + self._every
+            self._value = self._problem.evaluate(core.snapshot.iterate)
         row = {
             "time": time,
             "version": core.version,
-            **self._problem.evaluate(core.snapshot.iterate),
+            **(self._value if due else {}),
             "accepted": core.accepted,
             "stale": core.stale,
             "invalid": core.invalid,
@@ -66,14 +72,14 @@ class Recorder:
     def _report(self, time: float, version: int) -> None:
         by_seconds = time / (self._budget.seconds or math.inf)
         by_updates = version / (self._budget.updates or math.inf)
-        value = self.rows[-1].get(self._problem.objective, math.nan) if self.rows else math.nan
+        value = self._value.get(self._problem.objective, math.nan)
         text = f"{time:,.0f} s  version {version:,}  {self._problem.objective} {value:.4g}"
         self._progress(min(1.0, max(by_seconds, by_updates)), text)
 
 
 def build_speeds(config: Config) -> Speeds:
     cluster = config.cluster
-    base = base_seconds(cluster.profile, cluster.workers, cluster.unit_seconds)
+    base = cluster_seconds(cluster, cluster.workers)
     rates = None
     if cluster.phases:
         phases = [Phase(p.start_seconds, p.rate, p.workers) for p in cluster.phases]
@@ -118,7 +124,7 @@ def simulate(
     speeds = build_speeds(config)
     engine = choose_engine(config, problem, speeds)
     trace = directory.open_trace() if config.run.trace else None
-    metrics = directory.open_metrics()
+    metrics = directory.open_rows("metrics.jsonl")
     recorder = Recorder(core, problem, config, metrics, trace, progress)
     simulator = _simulator(engine, config, core, problem, speeds, recorder, should_stop)
     seconds = config.budget.seconds or math.inf

@@ -57,8 +57,9 @@ def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threa
     restrict()
     _init(rank)
     # Not shared memory: its reactor spins, and with more processes than cores it starved single workers for seconds.
+    # Between processes of one machine tensors are read across (cma), elsewhere they take the socket.
     options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=threads, rpc_timeout=timeout, _transports=["uv"], _channels=["basic"]
+        num_worker_threads=threads, rpc_timeout=timeout, _transports=["uv"], _channels=["cma", "basic"]
     )
     agent = TensorPipeAgent(store, name, rank, world_size, options, {}, [])
     api._init_rpc_states(agent)
@@ -120,8 +121,8 @@ class Client:
         welcome: Welcome = self._call(surface.join, request)
         return welcome
 
-    def fetch(self, session: str, known_version: int, interruptions: Interruptions) -> Reply:
-        reply: Reply = self._call(surface.fetch, session, known_version, interruptions)
+    def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply:
+        reply: Reply = self._call(surface.fetch, session, term, known_version, interruptions)
         return reply
 
     def push(self, session: str, push: Push) -> Reply:
@@ -131,7 +132,7 @@ class Client:
     def leave(self, session: str) -> None:
         self._call(surface.leave, session)
 
-    def await_stale(self, session: str, gradient_version: int, answer: Callable[[Staleness], None]) -> None:
+    def await_stale(self, session: str, term: int, version: int, answer: Callable[[Staleness], None]) -> None:
         """Asks, does not wait: ``answer`` is called from another thread, with UNKNOWN if the connection broke."""
 
         def done(future: torch.futures.Future[Staleness]) -> None:
@@ -141,7 +142,7 @@ class Client:
                 answer(Staleness.UNKNOWN)
 
         try:
-            future = rpc.rpc_async(_SERVER, surface.await_stale, args=(session, gradient_version), timeout=0.0)
+            future = rpc.rpc_async(_SERVER, surface.await_stale, args=(session, term, version), timeout=0.0)
         except RuntimeError as error:
             raise Unreachable(f"lost the server at {self._server}") from error
         future.add_done_callback(done)

@@ -18,11 +18,11 @@ class Handlers(Protocol):
 
     def join(self, request: JoinRequest) -> torch.futures.Future[Welcome]: ...
 
-    def fetch(self, session: str, known_version: int, interruptions: Interruptions) -> Reply: ...
+    def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply: ...
 
     def push(self, session: str, push: Push) -> torch.futures.Future[Reply]: ...
 
-    def await_stale(self, session: str, gradient_version: int) -> torch.futures.Future[Staleness]: ...
+    def await_stale(self, session: str, term: int, version: int) -> torch.futures.Future[Staleness]: ...
 
     def leave(self, session: str) -> None: ...
 
@@ -39,8 +39,8 @@ def join(request: JoinRequest) -> torch.futures.Future[Welcome]:
     return _serving[0].join(request)
 
 
-def fetch(session: str, known_version: int, interruptions: Interruptions) -> Reply:
-    return _serving[0].fetch(session, known_version, interruptions)
+def fetch(session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply:
+    return _serving[0].fetch(session, term, known_version, interruptions)
 
 
 @rpc.functions.async_execution
@@ -49,8 +49,8 @@ def push(session: str, push: Push) -> torch.futures.Future[Reply]:
 
 
 @rpc.functions.async_execution
-def await_stale(session: str, gradient_version: int) -> torch.futures.Future[Staleness]:
-    return _serving[0].await_stale(session, gradient_version)
+def await_stale(session: str, term: int, version: int) -> torch.futures.Future[Staleness]:
+    return _serving[0].await_stale(session, term, version)
 
 
 def leave(session: str) -> None:

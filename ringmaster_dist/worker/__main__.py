@@ -1,7 +1,8 @@
 """``python -m ringmaster_dist.worker server=HOST:PORT [token_file=...] [slot=N]``, also under torchrun.
 
 The configuration comes from the server. The token is looked for in this order: ``token_file=``, the variable
-RINGMASTER_TOKEN. Exit code 0 when the run is over, 2 for a mistake, 1 when the server is lost.
+RINGMASTER_TOKEN. Exit code 0 when the run is over, 2 for a mistake or when it is not wanted, 1 when the server is lost
+or the gradient cannot be computed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ringmaster_dist.transport.quiet import quiet_environment
 
 quiet_environment()
 
-import torch  # noqa: E402
 
+from ringmaster_dist.transport.memory import keep_memory  # noqa: E402
 from ringmaster_dist.transport.star import Client, Unreachable  # noqa: E402
 from ringmaster_dist.worker.job import make_job  # noqa: E402
-from ringmaster_dist.worker.loop import Lost, Refused, Worker  # noqa: E402
+from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker  # noqa: E402
 
 _KEYS = ("server", "token_file", "slot", "connect_seconds", "call_seconds", "patience_seconds")
 
@@ -44,7 +45,7 @@ def work(
     server: str, token: str, *, slot: int = -1, connect_seconds: float = 10.0, call_seconds: float = 60.0,
     patience_seconds: float = 60.0,
 ) -> int:  # fmt: skip
-    torch.set_num_threads(1)  # several workers share a machine; bits depend on this number
+    keep_memory()
 
     def connect() -> Client:
         return Client(server, connect_seconds=connect_seconds, call_seconds=call_seconds)
@@ -55,7 +56,7 @@ def work(
     except Refused as error:
         print(f"ringmaster worker: the server at {server} refused: {error}", file=sys.stderr)
         return 2
-    except Lost as error:
+    except (Lost, Failed) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
         return 1
     return 0

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from ringmaster_dist.config.build import build_layout, build_problem
+import os
+
+import torch
+
+from ringmaster_dist.config.build import build_fingerprint, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
-from ringmaster_dist.profiles import base_seconds
+from ringmaster_dist.config.profile_file import cluster_seconds
+from ringmaster_dist.wire import Ends
 from ringmaster_dist.worker.loop import Job
 
 
 def make_job(config_text: str, slot: int) -> Job:
     config = from_yaml(config_text)
-    problem = build_problem(config)
+    torch.set_num_threads(config.cluster.threads)  # several workers share a machine; bits depend on this number
+    problem = build_problem(config, device_of(slot), rows_of(config, slot))
     cluster = config.cluster
     pace = None
     if cluster.profile != "none":
-        pace = float(base_seconds(cluster.profile, slot + 1, cluster.unit_seconds)[slot])
+        pace = float(cluster_seconds(cluster, slot + 1)[slot])
+    layout = build_layout(config, problem)
     return Job(
         problem=problem,
-        layout_fingerprint=build_layout(config, problem).fingerprint,
+        fingerprint=build_fingerprint(layout, problem),
         seed=config.run.seed,
         base_seconds=pace,
         jitter=cluster.jitter,
         interrupt=config.method.interrupt,
+        wire=Ends(build_wire(config), layout.size, problem.dtype),
     )
+
+
+def device_of(slot: int) -> str:
+    """A GPU of its own where there are any: the one of its rank under torchrun, else by turns."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', slot)) % count}" if count else "cpu"

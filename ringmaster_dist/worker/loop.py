@@ -1,10 +1,12 @@
 """The worker's loop. Knows how to reach a server and how to make a problem; decides nothing about gradients.
 
 Survives a lost server: keeps its finished gradient, reconnects with growing pauses, and pushes it under the same
-sequence. A worker that was counted out meanwhile is taken back under its old id by a server that still knows its
-session; by one that does not it joins as a new worker, and the gradient, which belongs to the old one, is dropped.
+sequence. A worker that was counted out meanwhile, or whose server was restarted, is taken back under its old id; only
+where that id has been given to another it joins as a new worker, and the gradient, which belongs to the old one, is
+dropped.
 
-Interruption: a long poll, answered from another thread, sets an event that pacing waits on.
+Interruption: a long poll, answered from another thread, sets an event that the computation looks at between its steps
+and that pacing waits on.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import torch
+
 from ringmaster_dist import randomness
-from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems import Interrupted, Problem
 from ringmaster_dist.profiles import jittered_seconds
 from ringmaster_dist.protocol import (
     PROTOCOL_VERSION,
@@ -29,6 +33,7 @@ from ringmaster_dist.protocol import (
     Staleness,
     Welcome,
 )
+from ringmaster_dist.wire import Ends
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +47,11 @@ class Connection(Protocol):
 
     def join(self, request: JoinRequest) -> Welcome: ...
 
-    def fetch(self, session: str, known_version: int, interruptions: Interruptions) -> Reply: ...
+    def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply: ...
 
     def push(self, session: str, push: Push) -> Reply: ...
 
-    def await_stale(self, session: str, gradient_version: int, answer: Callable[[Staleness], None]) -> None: ...
+    def await_stale(self, session: str, term: int, version: int, answer: Callable[[Staleness], None]) -> None: ...
 
     def leave(self, session: str) -> None: ...
 
@@ -61,16 +66,21 @@ class Lost(Exception):
     """The server was away for longer than the worker is willing to wait."""
 
 
+class Failed(Exception):
+    """This worker cannot compute gradients; the message says why."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What the run's configuration means for one worker."""
 
     problem: Problem
-    layout_fingerprint: str
+    fingerprint: str
     seed: int
     base_seconds: float | None  # per gradient, when pacing
     jitter: float
     interrupt: bool
+    wire: Ends
 
 
 class Worker:
@@ -91,7 +101,7 @@ class Worker:
         self._working = threading.Event()  # of the computation in progress
 
     def run(self) -> None:
-        """Until the run is over. Raises `Refused` or `Lost`."""
+        """Until the run is over. Raises `Refused`, `Lost` or `Failed`."""
         while not self._work():
             log.info("the server does not know this worker any more: joining anew")
         if self._connection is not None:
@@ -107,8 +117,8 @@ class Worker:
             raise Refused(welcome.reason)
         slot = self._slot if self._slot >= 0 else welcome.worker_id
         job = self._make_job(welcome.config, slot)
-        if job.layout_fingerprint != welcome.layout_fingerprint:
-            raise Refused("this worker's model is laid out differently from the server's")
+        if job.fingerprint != welcome.fingerprint:
+            raise Refused("this worker's model or data is not the server's")
         log.info("worker-%d joined", welcome.worker_id)
         self._interruptions = Interruptions()
         return self._compute(job, welcome)
@@ -121,20 +131,24 @@ class Worker:
         sequence = 0
         while True:
             began = time.monotonic()
-            stop = self._watch(job, session, snapshot.version)
-            gradient, loss = job.problem.gradient(snapshot.iterate, job.seed, worker, sequence)
-            if job.base_seconds is not None:
+            stop = self._watch(job, session, snapshot)
+            computed = self._gradient(job, session, worker, sequence, snapshot, stop)
+            if computed is not None and job.base_seconds is not None:
                 assigned = jittered_seconds(job.base_seconds, job.jitter, key, sequence)
                 stop.wait(max(0.0, began + assigned - time.monotonic()))
             seconds = time.monotonic() - began
-            if stop.is_set():
+            if computed is None or stop.is_set():
                 num, total = self._interruptions
                 self._interruptions = Interruptions(num + 1, total + seconds)
-                reply = self._fetch(session, snapshot.version)
+                reply = self._fetch(session, snapshot)
             else:
-                push = Push(sequence, snapshot.version, gradient, loss, seconds)
+                gradient, loss = computed
+                packed = job.wire.pack_gradient(gradient)
+                push = Push(sequence, snapshot.version, packed, loss, seconds, snapshot.term)
                 reply = self._push(session, push)
             sequence += 1
+            if reply.evicted:
+                raise Refused(f"this worker was evicted: {reply.evicted}")
             if reply.unknown:
                 return reply.ended
             if reply.ended:
@@ -142,14 +156,29 @@ class Worker:
                 return True
             snapshot = reply.snapshot or snapshot
 
-    def _fetch(self, session: str, known_version: int) -> Reply:
-        return self._insist(lambda connection: connection.fetch(session, known_version, self._interruptions))
+    def _gradient(
+        self, job: Job, session: str, worker: int, sequence: int, snapshot: Snapshot, stop: threading.Event
+    ) -> tuple[torch.Tensor, float] | None:
+        """None: it was interrupted."""
+        try:
+            iterate = job.wire.unpack_iterate(snapshot.iterate)
+            return job.problem.gradient(iterate, job.seed, worker, sequence, stop.is_set)
+        except Interrupted:
+            return None
+        except Exception as error:
+            log.exception("worker-%d v=%d could not compute a gradient", worker, snapshot.version)
+            self._insist(lambda c: c.leave(session))  # so that nobody waits for it
+            what = f"{type(error).__name__}: {error}"
+            raise Failed(f"the gradient at version {snapshot.version} could not be computed: {what}") from error
+
+    def _fetch(self, session: str, known: Snapshot) -> Reply:
+        return self._insist(lambda c: c.fetch(session, known.term, known.version, self._interruptions))
 
     def _push(self, session: str, push: Push) -> Reply:
         return self._insist(lambda connection: connection.push(session, push))
 
-    def _watch(self, job: Job, session: str, version: int) -> threading.Event:
-        """An event that is set when work on the version is worthless. Also keeps the lease while it is done."""
+    def _watch(self, job: Job, session: str, snapshot: Snapshot) -> threading.Event:
+        """An event that is set when work on the snapshot is worthless. Also keeps the lease while it is done."""
         stop = threading.Event()
         connection = self._connection
         assert connection is not None
@@ -162,7 +191,7 @@ class Worker:
 
         def ask() -> None:
             try:
-                connection.await_stale(session, version, answered)
+                connection.await_stale(session, snapshot.term, snapshot.version, answered)
             except self._unreachable:
                 return  # the push will find out
 

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from ringmaster_dist.simulation.replay import replay as recompute
+
 QUICK = ["problem.dim=50", "cluster.workers=3", "cluster.unit_seconds=0.01", "budget.seconds=60", "run.samples=600"]
 LONG = ["budget.updates=null", "budget.seconds=600", "run.samples=6000"]  # ends when the test says so
 
@@ -17,8 +19,13 @@ class Run:
 
     def __init__(self, directory: Path, *overrides: str) -> None:
         self.directory = directory
-        command = [sys.executable, "-m", "ringmaster_dist", "train", f"run.dir={directory}", *QUICK, *overrides]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        directory.parent.mkdir(exist_ok=True)
+        self._errors = directory.with_suffix(".errors")
+        given = overrides if any(word.startswith("resume=") for word in overrides) else (*QUICK, *overrides)
+        where = [] if given is overrides else [f"run.dir={directory}"]
+        command = [sys.executable, "-m", "ringmaster_dist", "train", *where, *given]
+        with self._errors.open("w") as errors:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         self.started: set[int] = set()
 
     def __enter__(self) -> "Run":
@@ -34,41 +41,63 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
 
     def children(self, kind: str = "") -> list[int]:
-        """The supervisor's live children whose command line contains ``kind``."""
-        found = []
+        """The run's live processes (below the supervisor) whose name begins with ``kind``."""
+        parents, names = {}, {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
-                fields = path.read_text().rpartition(")")[2].split()
-                command = (path.parent / "cmdline").read_text()
+                before, _, after = path.read_text().rpartition(")")
             except OSError:
                 continue
-            if int(fields[1]) == self.process.pid and fields[0] != "Z":
-                self.started.add(int(path.parent.name))
-                if kind in command:
-                    found.append(int(path.parent.name))
-        return sorted(found)
+            state, parent, *_ = after.split()
+            if state != "Z":
+                parents[int(path.parent.name)] = int(parent)
+                names[int(path.parent.name)] = before.partition("(")[2]
+        below = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in below and pid not in below}:
+            below |= more
+        below.discard(self.process.pid)
+        self.started |= below
+        return sorted(pid for pid in below if names[pid].startswith(kind))
 
     def workers(self) -> list[int]:
-        return self.children("ringmaster_dist.worker")
+        return self.children("worker-slot")
 
-    def arrivals(self) -> list[dict]:
-        trace = self.directory / "trace.jsonl"
-        lines = trace.read_text().splitlines(keepends=True) if trace.exists() else []
+    def server(self) -> int:
+        return until(lambda: self.children("server"), "the server is there")[0]
+
+    def errors(self) -> str:
+        """What was said on stderr so far."""
+        return self._errors.read_text()
+
+    def _records(self, name: str) -> list[dict]:
+        """The whole lines of a file that may be growing."""
+        path = self.directory / name
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
+    def terms(self) -> list[dict]:
+        return self._records("terms.jsonl")
+
+    def checkpoints(self, term: int) -> list[Path]:
+        return sorted(self.directory.glob(f"checkpoints/term-{term:04d}_*.safetensors"))
+
+    def arrivals(self) -> list[dict]:
+        return self._records("trace.jsonl")
+
     def members(self) -> list[dict]:
-        path = self.directory / "members.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return self._records("members.jsonl")
+
+    def joined(self) -> set[int]:
+        return {m["worker"] for m in self.members() if m["event"] == "join"}
 
     def version(self) -> int:
         """As of the newest row of metrics.jsonl."""
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return json.loads(lines[-1])["version"] if lines else 0
+        rows = self._records("metrics.jsonl")
+        return rows[-1]["version"] if rows else 0
 
     def wait(self, seconds: float = 100.0) -> tuple[int, str, str]:
-        output, errors = self.process.communicate(timeout=seconds)
-        return self.process.returncode, output, errors
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output, self.errors()
 
     def summary(self) -> dict:
         return json.loads((self.directory / "summary.json").read_text())
@@ -107,7 +136,6 @@ def check_finished(run: Run, *, attacked: bool = False) -> dict:
     assert summary["pushes"] == len(arrivals) == summary["accepted"] + summary["stale"] + summary["invalid"]
     assert len({(a["worker"], a["sequence"]) for a in arrivals}) == len(arrivals)
     assert all(a["delay"] == a["version"] - a["gradient_version"] >= 0 for a in arrivals if a["verdict"] != "invalid")
-    replayed = replay(run.directory)
-    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    assert "the same bits" in replayed.stdout
+    outcome = recompute(run.directory)
+    assert outcome.same, outcome.message
     return summary

@@ -5,10 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.distributed.processes import LONG, QUICK, Run, alive, check_finished, replay, until
+from ringmaster_dist.algorithm.methods import Method
+from ringmaster_dist.algorithm.schedules import Constant
+from ringmaster_dist.simulation.forecast import forecast
+from ringmaster_dist.theory.bounds import seconds_of_run
+from tests.distributed.processes import LONG, QUICK, Run, alive, check_finished, recompute, replay, until
 
 METHODS = {
     "ringmaster": ["method.threshold=2"],
@@ -41,17 +48,25 @@ def test_a_damaged_trace_does_not_replay(tmp_path):
         check_finished(run)
     trace = tmp_path / "run" / "trace.jsonl"
     lines = trace.read_text().splitlines(keepends=True)
-    assert len(lines) >= 30
-    record = json.loads(lines[9])
-    for damaged in (
-        [*lines[:9], json.dumps({**record, "loss": record["loss"] + 1e-9}) + "\n", *lines[10:]],
-        [*lines[:9], lines[10], lines[9], *lines[11:]],
-        lines[:-1],
+    records = [json.loads(line) for line in lines]
+    record = records[9]
+    taken = [r["verdict"] == "accepted" for r in records]
+    fresh = next(i for i in range(1, len(records)) if taken[i - 1] and taken[i] and records[i]["delay"] == 0)
+    for damaged, word in (
+        (
+            [*lines[:9], json.dumps({**record, "loss": record["loss"] + 1e-9}) + "\n", *lines[10:]],
+            "the loss at version",
+        ),
+        (
+            [*lines[: fresh - 1], lines[fresh], lines[fresh - 1], *lines[fresh + 1 :]],
+            f"arrival {fresh - 1} was computed at",
+        ),
+        (lines[:-1], "numbers of updates differ"),
     ):
         trace.write_text("".join(damaged))
-        replayed = replay(tmp_path / "run")
-        assert replayed.returncode == 1
-        assert "DIFFERENT" in replayed.stdout
+        outcome = recompute(tmp_path / "run")
+        assert not outcome.same
+        assert word in outcome.message
     trace.write_text("".join(lines) + '{"time": 1.0, "wor')
     broken = replay(tmp_path / "run")
     assert broken.returncode == 2
@@ -61,7 +76,9 @@ def test_a_damaged_trace_does_not_replay(tmp_path):
     content = bytearray(final.read_bytes())
     content[-20] ^= 1
     final.write_bytes(content)
-    assert replay(tmp_path / "run").returncode == 1
+    replayed = replay(tmp_path / "run")
+    assert replayed.returncode == 1
+    assert "DIFFERENT" in replayed.stdout
 
 
 def test_interruption_saves_compute(tmp_path):
@@ -79,6 +96,20 @@ def test_interruption_saves_compute(tmp_path):
     assert outcomes["true"]["interrupted"] > 10
     assert outcomes["false"]["interrupted"] <= 1  # the end of the run interrupts everybody
     assert outcomes["false"]["stale"] > 10
+
+
+def test_a_forecast_comes_true(tmp_path):
+    """What virtual time says of a paced cluster, beside what that cluster then does."""
+    threshold, seconds = 2, 8.0
+    overrides = ["cluster.workers=4", "cluster.unit_seconds=0.08", "budget.updates=null", f"budget.seconds={seconds}"]
+    with Run(tmp_path / "run", "method=ringmaster", f"method.threshold={threshold}", *overrides) as run:
+        summary = check_finished(run)
+    times = [0.08 * (1 + i) for i in range(4)]
+    method = Method(Constant(0.1, 0.1, threshold))
+    expected = forecast(times, method, jitter=0.05, interrupt=True, horizon_seconds=100.0)
+    assert summary["updates_per_second"] == pytest.approx(expected.updates_per_second, rel=0.1)
+    bound = seconds_of_run([t * 1.2 for t in times], summary["updates"], lambda k: threshold)  # with room for jitter
+    assert summary["seconds"] <= bound
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -118,7 +149,8 @@ def test_workers_join_a_run_with_nothing_but_address_and_token(tmp_path):
         assert stranger.returncode == 2
         assert "the token is not that of this run" in errors
         until(lambda: any(m["worker"] == 1 for m in run.members()), "the guest has joined")
-        until(lambda: run.version() > 60, "more updates")
+        useful = ("accepted", 1)
+        until(lambda: any((a["verdict"], a["worker"]) == useful for a in run.arrivals()), "the guest is of use")
         run.children()
         run.process.send_signal(signal.SIGINT)
         summary = check_finished(run)
@@ -164,6 +196,79 @@ def test_a_taken_port_is_told(tmp_path):
     assert "Traceback" not in errors
 
 
+def test_a_stopped_run_is_resumed(tmp_path):
+    """By hand, with a larger budget; what was learnt is kept, and the whole replays as one run."""
+    directory = tmp_path / "run"
+    with Run(directory, "method=rennala", "method.batch=3", "budget.updates=40") as run:
+        first = check_finished(run)
+    with Run(directory, f"resume={directory}", "budget.updates=70", "cluster.workers=2") as run:
+        second = check_finished(run)
+    assert (first["updates"], second["updates"]) == (40, 70)
+    assert second["terms"] == 2
+    assert second["seconds"] > first["seconds"]
+    assert second["num_workers"] == 5
+    assert run.arrivals()[0]["version"] == 0
+    command = [sys.executable, "-m", "ringmaster_dist", "export", str(directory), str(tmp_path / "weights")]
+    exported = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "50 parameters after 70 updates" in exported.stdout, exported.stderr
+    weights, final = load_file(tmp_path / "weights"), load_file(directory / "final.safetensors")
+    assert torch.equal(weights["x"], final["x"])
+    assert int(weights["version"]) == 70
+
+
+def test_the_server_s_memory_stays_as_it_is(tmp_path):
+    """Over ten thousand updates, after the first thousand."""
+    with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=20000", "budget.updates=11000") as run:
+        until(lambda: run.version() > 1000, "the first thousand")
+        early, server = resident_bytes(run.server()), run.server()
+        late = early
+        while run.version() < 10_900 and run.process.poll() is None:
+            late = resident_bytes(server) or late
+        summary = check_finished(run)
+    assert summary["updates"] == 11000
+    assert late - early < 20e6, f"it grew by {(late - early) / 1e6:.1f} MB"
+
+
+def resident_bytes(pid):
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@pytest.mark.parametrize("method", ["ringmaster", "rennala"])
+def test_a_narrow_wire_replays_to_the_same_bits(method, tmp_path):
+    wire = ["wire.gradient_dtype=bfloat16", "wire.iterate_dtype=float32"]
+    with Run(tmp_path / "run", f"method={method}", *METHODS[method], *wire, "budget.updates=40") as run:
+        summary = check_finished(run)
+    assert summary["updates"] == 40
+    assert summary["final_gap"] < 100
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["resume=/nowhere"], "there is no run in it"),
+        (["resume={run}", "method.eta=1"], "method.eta: a run goes on as it began"),
+        (["resume={run}", "method=rennala"], "method: a run goes on as it began"),
+        (["resume={run}", "budget.updatess=9"], "updatess"),
+        (["resume={run}"], "has used up its budget"),
+    ],
+)
+def test_resume_told_nonsense_says_so(overrides, message, tmp_path_factory):
+    base = tmp_path_factory.getbasetemp() / "finished"
+    if not (base / "summary.json").exists():
+        with Run(base, "budget.updates=5", "cluster.workers=1") as run:
+            check_finished(run)
+    before = sorted((path.name, path.stat().st_size) for path in base.iterdir())
+    command = [sys.executable, "-m", "ringmaster_dist", "train", *(o.format(run=base) for o in overrides)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert sorted((path.name, path.stat().st_size) for path in base.iterdir()) == before
+
+
 def test_torchrun(tmp_path):
     """Rank 0 serves, the others work."""
     command = [
@@ -183,6 +288,7 @@ def test_no_orphan_when_the_supervisor_is_killed(tmp_path):
     with Run(tmp_path / "run", *LONG) as run:
         until(lambda: run.version() > 5, "the run goes on")
         children = run.children()
-        assert len(children) == 4
+        assert len(run.children("server")) == 1
+        assert len(run.workers()) == 3
         run.process.kill()
         until(lambda: not any(alive(pid) for pid in children), "the children have ended", 40)

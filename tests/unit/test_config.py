@@ -7,17 +7,32 @@ from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, Ramped
 from ringmaster_dist.config import validate as checks
-from ringmaster_dist.config.build import build_core, build_method, build_problem
+from ringmaster_dist.config.build import build_core, build_method, build_model_config, build_problem
 from ringmaster_dist.config.compose import compose, expand, groups, load
 from ringmaster_dist.config.describe import annotated, comments
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.problems.quadratic import Quadratic
+from ringmaster_dist.wire import DTYPES
 
 
 @pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in groups().items() for option in options])
 def test_every_choice_composes_and_builds(choice):
-    config = load([choice])
+    needed = {"problem=python": ["problem.target=tests.unit.test_config:own", "problem.args.dim=7"]}
+    config = load([choice, *needed.get(choice, [])])
     core = build_core(config, build_problem(config))
-    assert core.update.layout.size == config.problem.dim
+    sizes = {"nanochat": 458_888, "python": 7, "quadratic": 1729}
+    assert core.update.layout.size == sizes[config.problem.name]
+
+
+def own(seed, device, dim):
+    """A problem of the user's own."""
+    return Quadratic(dim)
+
+
+@pytest.mark.parametrize("model", groups()["model"])
+def test_every_model_can_be_made(model):
+    built = build_model_config(load(["problem=nanochat", f"model={model}"]))
+    assert built.n_layer in (4, 6, 12)
 
 
 def test_the_groups_are_those_promised():
@@ -26,13 +41,14 @@ def test_the_groups_are_those_promised():
     assert set(known["geometry"]) == set(GEOMETRY_MAPS)
     assert set(checks._GEOMETRIES) == set(GEOMETRIES)
     assert set(checks._ORTHOGONALIZATIONS) == set(ORTHOGONALIZATIONS)
+    assert set(checks._DTYPES) == set(DTYPES)
     for name in known["geometry"]:
         geometry = load([f"geometry={name}"]).geometry
         assert {role: getattr(geometry, role) for role in ROLES} == GEOMETRY_MAPS[name]
 
 
 def test_every_key_has_a_comment():
-    for group in ("method", "geometry", "problem"):
+    for group in ("method", "geometry", "problem", "model", "data"):
         for option in groups()[group]:
             notes = comments({group: option})
             composed = compose([f"{group}={option}"])
@@ -40,8 +56,12 @@ def test_every_key_has_a_comment():
                 key for key in composed[group] if key not in ("name", "constants") and f"{group}.{key}" not in notes
             ]
             assert not missing, f"{group}/{option}.yaml"
-    for section in ("cluster", "budget", "run", "simulation"):
-        assert all(f"{section}.{key}" in comments({}) for key in compose([])[section])
+    for name, sections in (
+        ("config", ("cluster", "budget", "run", "simulation", "eval")),
+        ("train", ("cluster", "server", "wire", "checkpoint")),
+    ):
+        for section in sections:
+            assert all(f"{section}.{key}" in comments({}) for key in compose([], name)[section])
 
 
 def test_printed_configuration_loads_back():
@@ -57,6 +77,18 @@ def test_printed_configuration_loads_back():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["problem=python"], ["problem.target", "package.module:factory"]),
+        (["problem=nanochat", "model.n_embd=30"], ["model.n_embd=30", "at least 32"]),
+        (["problem=nanochat", "model.n_head=5"], ["model.n_embd=64", "model.n_head=5"]),
+        (["problem=nanochat", "model.vocab_size=100"], ["model.vocab_size=100", "260"]),
+        (["problem=nanochat", "model.window_pattern=XL"], ["model.window_pattern=XL"]),
+        (["problem=nanochat", "data=text"], ["data.path"]),
+        (["problem=nanochat", "problem.micro_batch=3"], ["problem.micro_batch=3", "problem.batch=4"]),
+        (["cluster.batch=[2]"], ["cluster.batch=[2]", "nanochat"]),
+        (["cluster.profile=file"], ["cluster.profile_file"]),
+        (["cluster.profile=file", "cluster.profile_file=/nowhere"], ["cluster.profile_file=/nowhere"]),
+        (["problem=nanochat", "data=climbmix", "data.shards=0"], ["data.shards=0", "6542"]),
+        (["problem=nanochat", "model=gpt5"], ["model=gpt5", "nanochat_tiny"]),
         (["method.etaa=1"], ["method.etaa", "did you mean method.eta?"]),
         (["method=ringmster"], ["method=ringmster", "did you mean ringmaster?", "rennala"]),
         (["method=rennala", "method.threshold=3"], ["method.threshold", "method=rennala", "batch"]),

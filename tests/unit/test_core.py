@@ -41,8 +41,8 @@ def gradient(seed=0):
 def fingerprint(core):
     """Everything that an update or a verdict could change, except counters and ledger."""
     state = core.state_dict()
-    tensors = [state["iterate"], state["momentum"], state["method"].get("sum")]
-    rest = {k: v for k, v in state["method"].items() if k != "sum"}
+    tensors = [state["iterate"], state["momentum"], state["sum"]]
+    rest = state["method"], state["num_summed"]
     return [None if t is None else t.tolist() for t in tensors], state["version"], rest, state["live"]
 
 

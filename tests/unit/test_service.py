@@ -9,7 +9,8 @@ from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinRequest, Push, Staleness, Verdict
 from ringmaster_dist.server.core import ServerCore
-from ringmaster_dist.server.service import Service
+from ringmaster_dist.server.service import Service, Settings
+from ringmaster_dist.wire import Wire
 
 LAYOUT = Layout([Parameter("w", (2, 3))], GEOMETRY_MAPS["muon"])
 
@@ -23,25 +24,30 @@ class Notes:
     def arrival(self, time, worker, push, receipt):
         self.arrivals.append((time, worker, push.sequence, receipt.verdict))
 
-    def membership(self, worker, event, pushes):
+    def membership(self, worker, event, pushes, slot):
         self.members.append((worker, event, pushes))
+
+    def flush(self):
+        pass
+
+    def mark(self):
+        return {"trace.jsonl": len(self.arrivals)}
 
 
 class Stage:
-    """A service with a clock of its own; `wait` does what its thread would do meanwhile."""
+    """A service with a clock of its own and no threads: `wait` and `compute` do what they would do."""
 
-    def __init__(self, method=None, **settings):
+    def __init__(self, method=None, state=None, **settings):
         self.time, self.notes = 100.0, Notes()
-        core = ServerCore(torch.zeros(6), method or Method(Constant(0.1, 0.5, 2)), Update(LAYOUT))
+        wire = settings.get("wire", Wire())
+        method = method or Method(Constant(0.1, 0.5, 2))
+        core = ServerCore(torch.zeros(6), method, Update(LAYOUT), wire.gradient_dtype)
+        if state is not None:
+            core.load_state_dict(state)
+            core.begin_term()
         defaults = {"max_updates": 1000, "max_seconds": 1000.0, "lease_seconds": 10.0}
-        self.service = Service(
-            core,
-            config_text="x: 1",
-            token="secret",
-            journal=self.notes,
-            clock=lambda: self.time,
-            **(defaults | settings),
-        )
+        given = Settings(config_text="x: 1", fingerprint="f", token="secret", **(defaults | settings))
+        self.service = Service(core, given, self.notes, state=state, clock=lambda: self.time)
 
     def join(self, token="secret", protocol=PROTOCOL_VERSION):
         return self.service.join(JoinRequest(protocol, token, -1))
@@ -49,25 +55,30 @@ class Stage:
     def session(self):
         return self.join().wait().session
 
-    def push(self, session, sequence, version, value=1.0):
-        return self.service.push(session, Push(sequence, version, torch.full((6,), value), 0.5, 0.1))
+    def push(self, session, sequence, version, value=1.0, term=0, compute=True):
+        pushed = self.service.push(session, Push(sequence, version, torch.full((6,), value), 0.5, 0.1, term))
+        if compute:
+            self.service.compute()
+        return pushed
 
     def wait(self, seconds):
         self.time += seconds
         self.service.tick()
+        self.service.compute()
 
 
 def test_a_worker_is_welcomed_with_all_it_needs():
     welcome = Stage().join().wait()
     assert welcome.worker_id == 0
     assert welcome.config == "x: 1"
-    assert welcome.layout_fingerprint == LAYOUT.fingerprint
+    assert welcome.fingerprint == "f"
     assert welcome.snapshot.version == 0
-    assert len(welcome.session) == 32
+    assert welcome.session.startswith("0.0.")
 
 
 @pytest.mark.parametrize(
-    ("token", "protocol", "reason"), [("wrong", 1, "token"), ("", 1, "token"), ("secret", 7, "protocol 7")]
+    ("token", "protocol", "reason"),
+    [("wrong", PROTOCOL_VERSION, "token"), ("", PROTOCOL_VERSION, "token"), ("secret", 7, "protocol 7")],
 )
 def test_strangers_are_refused(token, protocol, reason):
     stage = Stage()
@@ -82,8 +93,8 @@ def test_unknown_sessions_get_nothing():
     stage = Stage()
     stage.session()
     assert stage.push("guess", 0, 0).wait().unknown
-    assert stage.service.fetch("guess", 0, Interruptions()).unknown
-    assert stage.service.await_stale("guess", 0).wait() is Staleness.UNKNOWN
+    assert stage.service.fetch("guess", 0, 0, Interruptions()).unknown
+    assert stage.service.await_stale("guess", 0, 0).wait() is Staleness.UNKNOWN
     stage.service.leave("guess")
     assert stage.service.core.pushes == 0
     assert len(stage.service.core.live) == 1
@@ -136,7 +147,7 @@ def test_a_long_poll_keeps_the_lease_of_a_slow_worker():
     stage = Stage()
     session = stage.session()
     for _ in range(6):
-        poll = stage.service.await_stale(session, 0)
+        poll = stage.service.await_stale(session, 0, 0)
         stage.wait(4)
         assert poll.wait() is Staleness.AGAIN
     assert stage.service.core.live == {0}
@@ -145,13 +156,13 @@ def test_a_long_poll_keeps_the_lease_of_a_slow_worker():
 def test_stale_work_is_told_at_once():
     stage = Stage()
     fast, slow = stage.session(), stage.session()
-    poll = stage.service.await_stale(slow, 0)
+    poll = stage.service.await_stale(slow, 0, 0)
     stage.push(fast, 0, 0).wait()
     assert not poll.done()
     stage.push(fast, 1, 1).wait()
     assert poll.wait() is Staleness.STALE
-    assert stage.service.await_stale(slow, 0).wait() is Staleness.STALE
-    stage.service.fetch(slow, 0, Interruptions(3, 1.5))
+    assert stage.service.await_stale(slow, 0, 0).wait() is Staleness.STALE
+    stage.service.fetch(slow, 0, 0, Interruptions(3, 1.5))
     assert stage.service.workers[1].interruptions == Interruptions(3, 1.5)
 
 
@@ -161,7 +172,7 @@ def test_a_synchronous_push_waits_and_the_round_shrinks_with_a_lease():
     pushed = stage.push(first, 0, 0)
     assert not pushed.done()
     stage.wait(8)
-    stage.service.fetch(first, 0, Interruptions())
+    stage.service.fetch(first, 0, 0, Interruptions())
     stage.wait(8)
     reply = pushed.wait()
     assert reply.receipt.verdict is Verdict.ACCEPTED
@@ -171,12 +182,13 @@ def test_a_synchronous_push_waits_and_the_round_shrinks_with_a_lease():
 def test_the_end_is_told_to_everybody():
     stage = Stage(Synchronous(Constant(0.1, 0.5)))
     waiting, polling = stage.session(), stage.session()
-    pushed, poll = stage.push(waiting, 0, 0), stage.service.await_stale(polling, 0)
+    pushed, poll = stage.push(waiting, 0, 0), stage.service.await_stale(polling, 0, 0)
     stage.service.end()
+    stage.service.compute()
     assert pushed.wait().ended
     assert poll.wait() is Staleness.ENDED
     assert stage.push(polling, 0, 0).wait().ended
-    assert stage.service.fetch(polling, 0, Interruptions()).ended
+    assert stage.service.fetch(polling, 0, 0, Interruptions()).ended
     late = stage.join().wait()
     assert late.ended
     assert late.session == ""
@@ -206,3 +218,138 @@ def test_a_bad_gradient_is_its_worker_s_fault():
     assert reply.snapshot.version == 0
     assert stage.push(good, 0, 0).wait().receipt.verdict is Verdict.ACCEPTED
     assert stage.service.workers[0].wasted_seconds == pytest.approx(0.1)
+
+
+def test_who_is_rejected_does_not_wait_for_the_update():
+    """While an update is decided and not computed, verdicts are given, and a stale push is answered."""
+    stage = Stage(Method(Constant(0.1, 0.5, 2)))
+    fast, slow = stage.session(), stage.session()
+    for sequence in range(2):
+        stage.push(fast, sequence, sequence).wait()
+    accepted = stage.push(fast, 2, 2, compute=False)
+    rejected = stage.push(slow, 0, 0, compute=False)
+    assert rejected.wait().receipt.verdict is Verdict.STALE
+    assert rejected.wait().receipt.version == 3  # that update is decided
+    assert rejected.wait().snapshot.version == 2  # and this is the newest there is
+    assert not accepted.done()
+    stage.service.compute()
+    assert accepted.wait().snapshot.version == 3
+
+
+def test_nobody_is_sent_back_to_work_that_is_stale_already():
+    stage = Stage(Method(Constant(0.1, 0.5, 1)))
+    fast, slow = stage.session(), stage.session()
+    stage.push(fast, 0, 0, compute=False)
+    rejected, poll = stage.push(slow, 0, 0, compute=False), stage.service.await_stale(slow, 0, 0)
+    assert not rejected.done()
+    assert not poll.done()
+    stage.service.compute()
+    assert rejected.wait().snapshot.version == 1
+    assert poll.wait() is Staleness.STALE
+
+
+def test_pushes_that_arrive_during_an_update_are_judged_in_order():
+    """As if each had waited for the one before: the same verdicts, versions and bits."""
+    together, apart = Stage(), Stage()
+    sessions = [[stage.session() for _ in range(5)] for stage in (together, apart)]
+    waiting = [together.push(s, 0, 0, float(i), compute=False) for i, s in enumerate(sessions[0])]
+    together.service.compute()
+    answered = [apart.push(s, 0, 0, float(i)).wait() for i, s in enumerate(sessions[1])]
+    assert [w.wait().receipt for w in waiting] == [a.receipt for a in answered]
+    assert [a.receipt.verdict for a in answered] == [Verdict.ACCEPTED] * 2 + [Verdict.STALE] * 3
+    assert torch.equal(together.service.core.snapshot.iterate, apart.service.core.snapshot.iterate)
+
+
+def test_a_repeated_push_during_its_update_waits_for_it_too():
+    stage = Stage()
+    session = stage.session()
+    first, again = stage.push(session, 0, 0, compute=False), stage.push(session, 0, 0, compute=False)
+    stage.service.compute()
+    assert first.wait().receipt == again.wait().receipt
+    assert stage.service.core.version == 1
+
+
+def test_a_worker_that_keeps_sending_nonsense_is_evicted():
+    stage = Stage(max_invalid=3)
+    bad, good = stage.session(), stage.session()
+    nan = float("nan")
+    assert not stage.push(bad, 0, 0, nan).wait().evicted
+    stage.push(bad, 1, 0).wait()  # one good gradient, and the count begins anew
+    for sequence in (2, 3):
+        assert not stage.push(bad, sequence, 1, nan).wait().evicted
+    assert "NaN" in stage.push(bad, 4, 1, nan).wait().evicted
+    assert stage.push(bad, 5, 1).wait().unknown
+    assert stage.service.core.live == {1}
+    assert stage.push(good, 0, 1).wait().receipt.verdict is Verdict.ACCEPTED
+
+
+def test_a_restarted_server_knows_its_workers():
+    stage = Stage()
+    session = stage.session()
+    first = stage.push(session, 0, 0).wait()
+    stage.time += 7
+    state = stage.service.capture()
+    assert state["files"] == {"trace.jsonl": 1}
+    again = Stage(state=state)
+    assert again.service.seconds == 7.0
+    assert again.push(session, 0, 0).wait().receipt == first.receipt  # answered before: not counted twice
+    assert again.service.core.pushes == 1
+    assert again.push(session, 1, 1).wait().receipt.verdict is Verdict.ACCEPTED
+    assert again.notes.members == []
+
+
+def test_gradients_of_a_lost_line_never_count():
+    """Versions made after the checkpoint are lost; those the checkpoint contains are as good as any."""
+    method = Method(Constant(0.1, 0.5, 5))
+    stage = Stage(method)
+    sessions = [stage.session() for _ in range(3)]
+    stage.push(sessions[0], 0, 0).wait()
+    state = stage.service.capture()  # at version 1
+    stage.push(sessions[0], 1, 1).wait()
+    lost = stage.push(sessions[0], 2, 2).wait().snapshot
+    late = stage.session()
+    again = Stage(method, state=state)
+    assert again.service.await_stale(sessions[0], 0, lost.version).wait() is Staleness.STALE
+    kept = again.push(sessions[1], 0, 1).wait()
+    assert (kept.receipt.verdict, kept.receipt.delay) == (Verdict.ACCEPTED, 0)
+    for sequence, version in ((3, 3), (4, 2)):  # one in the future by its number, one in the past
+        reply = again.push(sessions[0], sequence, version).wait()
+        assert (reply.receipt.verdict, reply.receipt.delay) == (Verdict.STALE, 1)
+    assert again.push(sessions[2], 0, 2, term=1).wait().receipt.verdict is Verdict.ACCEPTED
+    assert "term 2 is unknown" in again.push(sessions[2], 1, 2, term=2).wait().receipt.reason
+    known = again.service.fetch(sessions[0], 0, 3, Interruptions())
+    assert known.snapshot.version == 3  # version 3 of another term is another iterate
+    assert again.service.fetch(sessions[0], 1, 3, Interruptions()).snapshot is None
+    # Who had joined after the checkpoint is taken back under its id, unless that has been given away.
+    assert again.push(late, 0, 1).wait().receipt.verdict is Verdict.ACCEPTED
+    assert again.service.core.live == {0, 1, 2, 3}
+    taken = Stage(method, state=state)
+    assert taken.join().wait().worker_id == 3
+    assert taken.push(late, 0, 1).wait().unknown
+
+
+def test_a_run_that_had_ended_goes_on_with_new_workers():
+    stage = Stage(Synchronous(Constant(0.1, 0.5)), max_updates=1)
+    sessions = [stage.session() for _ in range(2)]
+    for session in sessions:
+        stage.push(session, 0, 0)
+    assert stage.service.ended.is_set()
+    for session in sessions:
+        stage.service.leave(session)
+    again = Stage(Synchronous(Constant(0.1, 0.5)), state=stage.service.capture())
+    assert again.service.core.live == set()
+    assert [event for _, event, _ in again.notes.members] == ["leave", "leave"]
+    reply = again.push(again.session(), 0, 1, term=1).wait()
+    assert (reply.receipt.verdict, reply.snapshot.version) == (Verdict.ACCEPTED, 2)
+
+
+def test_a_narrow_wire_rounds_both_ways():
+    stage = Stage(wire=Wire(torch.bfloat16, torch.bfloat16))
+    session = stage.session()
+    gradient = torch.full((6,), 1.001).to(torch.bfloat16)
+    reply = stage.service.push(session, Push(0, 0, gradient, 0.5, 0.1))
+    stage.service.compute()
+    assert reply.wait().snapshot.iterate.dtype is torch.bfloat16
+    assert stage.service.core.snapshot.iterate.dtype is torch.float32
+    wrong = stage.service.push(session, Push(1, 1, gradient.half(), 0.5, 0.1)).wait()
+    assert "float16" in wrong.receipt.reason

@@ -51,7 +51,7 @@ class Events:
 
 def make_core(method, problem, geometry="muon"):
     layout = Layout(problem.parameters, GEOMETRY_MAPS[geometry])
-    return ServerCore(problem.initial(layout, 0), method, Update(layout, dtype=problem.dtype))
+    return ServerCore(problem.initial(0), method, Update(layout, dtype=problem.dtype))
 
 
 @pytest.mark.parametrize("engine", ["core", "compiled"])
@@ -141,7 +141,7 @@ def test_one_worker_is_sequential_muon(name):
     Simulator(core, problem, Speeds([1.0]), seed=5, interrupt=False).run(updates=40)
 
     layout = core.update.layout
-    x, m = problem.initial(layout, 0), torch.zeros(12, dtype=torch.float64)
+    x, m = problem.initial(0), torch.zeros(12, dtype=torch.float64)
     method = MAKERS[name]()
     for k in range(40):
         g, _ = problem.gradient(x, 5, 0, k)

@@ -1,0 +1,42 @@
+"""``ringmaster export RUN_DIR|CHECKPOINT [FILE]``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ringmaster_dist.config.errors import UserError
+
+_HELP = """ringmaster export RUN_DIR|CHECKPOINT [FILE]
+
+Writes the weights of a checkpoint (of a run: its newest good one), by name, to a safetensors FILE, with the number of
+updates as `version`; beside it the configuration (.yaml) and, where there is one, the tokenizer (.tokenizer.json).
+Without FILE: weights.safetensors in the run's directory. Works while the run goes on and after a crash.
+"""
+
+
+def main(argv: list[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print(_HELP)
+        return 0
+    if not 1 <= len(argv) <= 2:
+        raise UserError(
+            "ringmaster export takes a run directory and perhaps a file: ringmaster export runs/a x.safetensors"
+        )
+
+    from ringmaster_dist.cli.weights import find_weights
+    from ringmaster_dist.observe.run_directory import export_weights
+
+    source = Path(argv[0])
+    weights = find_weights(source)
+    run = source if source.is_dir() else source.parent.parent
+    target = Path(argv[1]) if len(argv) == 2 else run / "weights.safetensors"
+    try:
+        export_weights(weights.layout.views(weights.iterate), weights.version, target)
+        shutil.copyfile(run / "config.yaml", target.with_suffix(".yaml"))
+        if hasattr(weights.problem, "rows"):
+            weights.problem.rows.tokenizer().save(target.with_suffix(".tokenizer.json"))
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error})") from error
+    print(f"{target}: {weights.layout.size:,} parameters after {weights.version:,} updates, from {weights.path.name}")
+    return 0

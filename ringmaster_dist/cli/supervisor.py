@@ -1,0 +1,158 @@
+"""Starts the server and the workers of one machine, and brings back whichever dies.
+
+Each is a process of its own: what happens to one does not touch the others. They are forked from a helper process
+(multiprocessing's fork server) that has imported torch once, so one is there in a fraction of a second, not in seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from ringmaster_dist.cli.signals import stop_signals
+from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.run_directory import RunDirectory
+
+_START_SECONDS = 60.0
+_TICK_SECONDS = 0.05
+_RESTART_SECONDS = 0.5
+_LAST_SECONDS = 2.0
+_QUICK_DEATH_SECONDS, _MOST_QUICK_DEATHS = 10.0, 3
+_MISTAKE = 2  # the exit code of a process that was told something impossible
+
+
+class Place:
+    """A process's place: who is in it, and how its predecessors fared."""
+
+    def __init__(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
+        self.name = name
+        self.process: ForkServerProcess | None = None
+        self.given_up = False  # its processes die by their own fault each time they start
+        self._target, self._arguments = target, arguments
+        self._start_at = self._started_at = 0.0
+        self._quick_deaths = 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, or is about to."""
+        return None if self.process is None else self.process.exitcode
+
+    def tend(self) -> None:
+        """Starts the process when it is due; notices when it has died, and brings it back."""
+        now, code = time.monotonic(), self.exit_code
+        if self.process is None and now >= self._start_at and not self.given_up:
+            context = multiprocessing.get_context("forkserver")
+            self.process = context.Process(target=self._target, args=(self.name, *self._arguments))
+            self.process.start()
+            self._started_at = now
+        elif code is not None and code != 0:
+            # Killed from outside is bad luck; failing by itself, time after time as soon as it starts, is not.
+            own_fault = code > 0 and now - self._started_at < _QUICK_DEATH_SECONDS
+            self._quick_deaths = self._quick_deaths + 1 if own_fault else 0
+            self.given_up = self._quick_deaths >= _MOST_QUICK_DEATHS
+            what = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            after = f"it has failed {self._quick_deaths} times at once, its place stays empty"
+            print(f"{self.name} {what}: {after if self.given_up else 'starting it again'}", file=sys.stderr)
+            self.process, self._start_at = None, now + _RESTART_SECONDS
+
+
+def supervise(config: Config, directory: RunDirectory, look: Callable[[], None] = lambda: None) -> int:
+    """Runs the processes until the server has ended by itself. One that dies is started again, alone.
+
+    ``look`` is called every now and then, for whoever shows how it goes.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # before the helper imports torch: several processes share this machine
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["ringmaster_dist.cli.preload"])
+    server = Place("server", _serve, str(directory.path))
+    workers: list[Place] = []
+    failure = ""
+    try:
+        with stop_signals() as asked:
+            server.tend()
+            address = _wait_for_address(server, directory)
+            if address is None:
+                return server.exit_code or 1
+            workers = [
+                Place(f"worker-slot-{slot}", _work, address, directory.read("token"), slot, _timeouts(config))
+                for slot in range(config.cluster.workers)
+            ]
+            while not (asked() or failure or server.exit_code in (0, _MISTAKE)):
+                for place in (server, *workers):
+                    place.tend()
+                if server.given_up:
+                    failure = "the server failed each time it was started"
+                elif workers and all(place.given_up for place in workers):
+                    failure = "every worker failed as soon as it had started"
+                look()
+                time.sleep(_TICK_SECONDS)
+            if server.process and server.exit_code is None:
+                server.process.terminate()  # it tells the workers, writes what there is, and ends
+    finally:
+        # The server waits for whoever has joined; who has not, or does not end soon after it, is not needed any more.
+        _finish([server], 2 * config.server.farewell_seconds)
+        _finish(workers, _LAST_SECONDS)
+    if failure:
+        print(f"ringmaster: {failure}: the run was ended; the last words are above", file=sys.stderr)
+        return 1
+    return 1 if server.exit_code is None else server.exit_code
+
+
+def _timeouts(config: Config) -> dict[str, float]:
+    names = ("connect_seconds", "call_seconds", "patience_seconds")
+    return {name: getattr(config.server, name) for name in names}
+
+
+def _wait_for_address(server: Place, directory: RunDirectory) -> str | None:
+    """Where the server listens. A resumed run has an address from before, and its server will be there again."""
+    deadline = time.monotonic() + _START_SECONDS
+    while not directory.read("address"):
+        if server.exit_code is not None or time.monotonic() > deadline:
+            return None
+        time.sleep(_TICK_SECONDS)
+    return directory.read("address")
+
+
+def _finish(places: list[Place], seconds: float) -> None:
+    """Leaves no process behind: waits a while for each, then ends it."""
+    deadline = time.monotonic() + seconds
+    for process in [place.process for place in places if place.process]:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+
+
+# --- in the children -------------------------------------------------------------------------------------------
+
+
+def _serve(name: str, directory: str) -> None:
+    from ringmaster_dist.cli.main import main
+
+    _become(name)
+    _leave(main(["serve", directory]))
+
+
+def _work(name: str, address: str, token: str, slot: int, timeouts: dict[str, float]) -> None:
+    from ringmaster_dist.worker.__main__ import work
+
+    _become(name)
+    _leave(work(address, token, slot=slot, **timeouts))
+
+
+def _become(name: str) -> None:
+    """A session of its own, so that Ctrl+C in the terminal reaches the supervisor alone; a name for ps and top."""
+    os.setsid()
+    with open("/proc/self/comm", "w") as comm:
+        comm.write(name)
+
+
+def _leave(code: int) -> None:
+    # Without the interpreter's farewell: TensorPipe's threads may hang in it, and nothing is left to write.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

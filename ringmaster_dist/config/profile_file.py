@@ -1,0 +1,37 @@
+"""Measured gradient times, as ``ringmaster profile`` writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.schema import ClusterConfig
+from ringmaster_dist.profiles import base_seconds
+
+
+def cluster_seconds(cluster: ClusterConfig, num_workers: int) -> NDArray[np.float64]:
+    """Seconds per gradient of the first workers of a cluster: by its profile, or as measured."""
+    if cluster.profile != "file":
+        return base_seconds(cluster.profile, num_workers, cluster.unit_seconds)
+    if not cluster.profile_file:
+        raise UserError("cluster.profile=file needs cluster.profile_file, which ringmaster profile writes")
+    measured = np.array(read_times(Path(cluster.profile_file)))
+    return np.resize(measured, num_workers)  # dealt round and round
+
+
+def read_times(path: Path) -> list[float]:
+    """Raises UserError where the file is not one of ``ringmaster profile``."""
+    try:
+        devices = json.loads(path.read_text())["devices"]
+        times = [float(device["seconds_mean"]) for device in devices]
+    except OSError as error:
+        raise UserError(f"cluster.profile_file={path} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cluster.profile_file={path} is not a file of ringmaster profile ({error!r})") from error
+    if not times or min(times) <= 0:
+        raise UserError(f"cluster.profile_file={path}: times must be above 0")
+    return times

@@ -1,0 +1,51 @@
+"""What a method would do on a cluster: played in virtual time, with a problem that costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
+from ringmaster_dist.algorithm.methods import Method
+from ringmaster_dist.algorithm.update import Update
+from ringmaster_dist.problems.quadratic import Quadratic
+from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.simulation.simulator import Simulator
+from ringmaster_dist.simulation.speeds import Speeds
+
+
+class Forecast(NamedTuple):
+    updates_per_second: float
+    gradients_per_second: float  # that arrive
+    accepted: NDArray[np.int64]  # by worker
+    arrived: NDArray[np.int64]
+    wasted_fraction: float
+
+    @property
+    def starving(self) -> list[int]:
+        """Workers of which nothing is ever accepted."""
+        return np.flatnonzero(self.accepted == 0).tolist()
+
+
+def forecast(
+    seconds: Sequence[float], method: Method, *, jitter: float, interrupt: bool, horizon_seconds: float, seed: int = 0
+) -> Forecast:
+    """Plays ``horizon_seconds`` of a cluster with these seconds per gradient."""
+    problem = Quadratic(2)
+    layout = Layout(problem.parameters, GEOMETRY_MAPS["euclidean"])
+    core = ServerCore(problem.initial(seed), method, Update(layout, dtype=problem.dtype))
+    speeds = Speeds(seconds, jitter=jitter, seed=seed)
+    simulator = Simulator(core, problem, speeds, seed=seed, interrupt=interrupt)
+    simulator.run(seconds=horizon_seconds)
+    records = [core.workers[worker] for worker in range(speeds.num_workers)]
+    used, wasted = float(simulator.used_seconds.sum()), float(simulator.wasted_seconds.sum())
+    return Forecast(
+        updates_per_second=core.version / horizon_seconds,
+        gradients_per_second=core.pushes / horizon_seconds,
+        accepted=np.array([record.accepted for record in records]),
+        arrived=np.array([record.accepted + record.stale for record in records]),
+        wasted_fraction=wasted / (used + wasted) if used + wasted else 0.0,
+    )

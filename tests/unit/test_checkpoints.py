@@ -1,0 +1,90 @@
+"""Checkpoints on a real disk: whole or not at all, the newest good one, only the last few."""
+
+import os
+
+import pytest
+import torch
+
+from ringmaster_dist.server.checkpoints import Checkpoints, read
+
+
+def state(version):
+    return {
+        "iterate": torch.full((1000,), float(version)),
+        "sum": None,
+        "version": version,
+        "workers": [[0, 3, ["stale", 1, 2, 2, ""], 1, 2, 3]],
+        "files": {"trace.jsonl": 10},
+    }
+
+
+def save(store, version, term=0):
+    return store.save(state(version), term=term, pushes=version, version=version)
+
+
+def test_what_is_read_is_what_was_saved(tmp_path):
+    path = save(Checkpoints(tmp_path / "new" / "folder"), 7)
+    again, before = read(path), state(7)
+    assert torch.equal(again.pop("iterate"), before.pop("iterate"))
+    assert again == before
+
+
+def test_only_the_last_few_are_kept_and_the_newest_is_found(tmp_path):
+    store = Checkpoints(tmp_path, keep=2)
+    assert store.newest() is None
+    for version in (5, 10, 15, 1000):
+        save(store, version)
+    save(store, 20, term=1)  # a later term that began from an earlier version
+    assert len(list(tmp_path.iterdir())) == 2
+    assert store.newest()[1]["version"] == 20
+
+
+def test_one_of_the_same_moment_replaces_the_other(tmp_path):
+    store = Checkpoints(tmp_path)
+    save(store, 5)
+    store.save({**state(5), "ended": True}, term=0, pushes=5, version=5)
+    assert [path.name for path in tmp_path.iterdir()] == [store.newest()[0].name]
+    assert store.newest()[1]["ended"]
+
+
+@pytest.mark.parametrize("damage", ["torn", "altered", "empty"])
+def test_a_damaged_one_is_passed_over_with_a_warning(damage, tmp_path, caplog):
+    store = Checkpoints(tmp_path)
+    save(store, 5)
+    newest = save(store, 10)
+    whole = newest.read_bytes()
+    newest.write_bytes(
+        {"torn": whole[: len(whole) // 2], "altered": whole[:-1] + bytes([whole[-1] ^ 1]), "empty": b""}[damage]
+    )
+    assert store.newest()[1]["version"] == 5
+    assert newest.name in caplog.text
+    assert "passed over" in caplog.text
+    assert not newest.exists()  # it must not be found again when versions beyond 5 have been made anew
+    assert newest.with_suffix(".damaged").exists()
+
+
+def test_foreign_files_are_left_alone(tmp_path, caplog):
+    store = Checkpoints(tmp_path)
+    path = save(store, 5)
+    (tmp_path / "model.safetensors").write_bytes(path.read_bytes())
+    (tmp_path / "notes.txt").write_text("mine")
+    path.unlink()
+    assert store.newest() is None
+    assert caplog.text == ""
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "notes.txt"]
+
+
+def test_one_that_does_not_fit_is_passed_over(tmp_path, caplog):
+    store = Checkpoints(tmp_path)
+    for version in (5, 10):
+        save(store, version)
+    found = store.newest(lambda state: "it is of another model" if state["version"] == 10 else "")
+    assert found[1]["version"] == 5
+    assert "another model" in caplog.text
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(OSError, match="checkpoints"):
+        save(Checkpoints(tmp_path / "checkpoints"), 10)
+    assert os.listdir(tmp_path) == ["checkpoints"]

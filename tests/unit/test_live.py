@@ -1,0 +1,54 @@
+"""The view of a run that goes on, from files that grow, are cut, and grow again."""
+
+import io
+import json
+
+from rich.console import Console
+
+from ringmaster_dist.observe.live import State, View
+
+
+def line(version, worker=0, verdict="accepted", loss=1.0):
+    record = {"time": float(version), "worker": worker, "sequence": version, "gradient_version": version,
+              "version": version, "delay": 0, "verdict": verdict, "loss": loss, "compute_seconds": 0.5}  # fmt: skip
+    return json.dumps(record) + "\n"
+
+
+def test_it_follows_a_growing_file_and_one_that_was_cut(tmp_path):
+    trace, terms = tmp_path / "trace.jsonl", tmp_path / "terms.jsonl"
+    terms.write_text('{"term": 0}\n')
+    trace.write_text("".join(line(v) for v in range(10)) + '{"time": 10.0, "wor')
+    state = State(tmp_path)
+    state.look()
+    assert (state.version, state.workers[0]["accepted"]) == (9, 10)
+    # The server came back at version 4 and has gone on beyond where we had read.
+    trace.write_text("".join(line(v) for v in range(5)) + "".join(line(v, worker=1, loss=22.25) for v in range(5, 30)))
+    state.look()  # in the middle of a line: nothing to see, nothing to fall over
+    terms.write_text('{"term": 0}\n{"term": 1}\n')
+    state.look()
+    assert (state.workers[0]["accepted"], state.workers[1]["accepted"]) == (5, 25)
+    assert state.version == 29
+
+
+def test_what_cannot_be_shown_does_not_stop_anything(tmp_path, caplog):
+    (tmp_path / "trace.jsonl").write_text('{"surprise": true}\n')
+    view = View(tmp_path, Console(file=io.StringIO()), 100.0, 100.0)
+    view._next = 0.0
+    view.update()
+    view.update()
+    assert caplog.text.count("cannot be shown") == 1
+    view.close()
+
+
+def test_a_terminal_gets_a_table_that_fits(tmp_path):
+    (tmp_path / "trace.jsonl").write_text(
+        "".join(line(v, v % 3, "stale" if v % 5 == 0 else "accepted") for v in range(30))
+    )
+    screen = io.StringIO()
+    view = View(tmp_path, Console(file=screen, force_terminal=True, width=80, height=40), 60.0, 1000.0)
+    view._next = 0.0
+    view.update()
+    view.close()
+    assert "48%" in screen.getvalue()
+    assert "s/gradient" in screen.getvalue()
+    assert "accepted 80%" in screen.getvalue()
