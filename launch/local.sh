@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs the main job: the quadratic on 64 workers of unequal speed, in virtual time.
-# Arguments are overrides: ./launch/local.sh method=rennala cluster.workers=200
+# Sets up .venv and runs the main job: a small NanoChat learns the Python standard library, with a server and four workers
+# of unequal pace over RPC. Arguments are overrides: ./launch/local.sh method=rennala cluster.workers=6
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 setup test,fast
-say "ringmaster simulate $*"
-exec .venv/bin/ringmaster simulate "$@"
+say "ringmaster train experiment=nanochat_local $*"
+exec .venv/bin/ringmaster train experiment=nanochat_local "$@"

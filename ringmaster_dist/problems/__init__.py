@@ -1,13 +1,24 @@
-"""What is being minimised. A problem is anything with the shape of `Problem`."""
+"""What is being minimised. A problem is anything with the shape of `Problem`; nobody else knows which it is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from ringmaster_dist.algorithm.layout import Layout, Parameter
+
+# Asked now and then while a gradient is computed: whether it is still wanted.
+Stop = Callable[[], bool]
+
+
+def never() -> bool:
+    return False
+
+
+class Interrupted(Exception):
+    """The gradient was not wanted any more; what was done for it is thrown away."""
 
 
 class Problem(Protocol):
@@ -16,13 +27,23 @@ class Problem(Protocol):
     parameters: Sequence[Parameter]
     dtype: torch.dtype
     objective: str  # the key of `evaluate` that says how well the run goes
+    quick_to_evaluate: bool  # whether `evaluate` costs next to nothing
 
-    def initial(self, layout: Layout, seed: int) -> torch.Tensor:
+    def bind(self, layout: Layout) -> None:
+        """Told once, before anything below: where the parameters lie in the flat tensors."""
+        ...
+
+    def initial(self, seed: int) -> torch.Tensor:
         """The first iterate, flat."""
         ...
 
-    def gradient(self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int) -> tuple[torch.Tensor, float]:
-        """The gradient at the iterate for this draw, in fresh memory, and the loss there."""
+    def gradient(
+        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop = never
+    ) -> tuple[torch.Tensor, float]:
+        """The gradient at the iterate for this draw, and the loss there.
+
+        The tensor may be written again by the next call. Raises `Interrupted` if it noticed that ``stop()`` is true.
+        """
         ...
 
     def evaluate(self, iterate: torch.Tensor) -> dict[str, float]:

@@ -15,12 +15,14 @@ import torch
 
 from ringmaster_dist import randomness
 from ringmaster_dist.algorithm.layout import Layout, Parameter
+from ringmaster_dist.problems import Stop, never
 
 _STENCIL = np.array([-0.25, 0.5, -0.25])
 
 
 class Quadratic:
     objective = "gap"
+    quick_to_evaluate = True
     dtype = torch.float64
 
     def __init__(self, dim: int = 1729, noise: float = 0.01) -> None:
@@ -30,16 +32,22 @@ class Quadratic:
         # A x = b is solved by the straight line from -1 at index -1 to 0 at index d.
         self._minimizer = np.arange(1, dim + 1) / (dim + 1) - 1.0
 
-    def initial(self, layout: Layout, seed: int) -> torch.Tensor:
+    def bind(self, layout: Layout) -> None:
+        """One parameter lies where it lies."""
+
+    def initial(self, seed: int) -> torch.Tensor:
         start = torch.zeros(self.dim, dtype=self.dtype)
         start[0] = math.sqrt(self.dim)
         return start
 
-    def gradient(self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int) -> tuple[torch.Tensor, float]:
+    def gradient(
+        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop = never
+    ) -> tuple[torch.Tensor, float]:
         x = iterate.numpy()
         slope = np.convolve(x, _STENCIL, "same") if self.dim > 2 else self._short(x)
         slope[0] += 0.25
-        loss = 0.5 * float(x.dot(slope)) + 0.125 * float(x[0])
+        # Summed by numpy itself: the bits of a BLAS dot product depend on its number of threads.
+        loss = 0.5 * float(np.add.reduce(x * slope)) + 0.125 * float(x[0])
         if self.noise:
             key = randomness.worker_key(seed, randomness.STREAM_NOISE, worker_id)
             slope += self.noise * randomness.normal(key, sequence)

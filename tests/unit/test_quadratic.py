@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
 from ringmaster_dist.problems.quadratic import Quadratic
 from tests.transcription import quadratic
 
@@ -13,8 +12,7 @@ from tests.transcription import quadratic
 def test_gradient_loss_and_gap(dim):
     problem = Quadratic(dim, noise=0.0)
     matrix, b, x0 = quadratic(dim)
-    layout = Layout(problem.parameters, GEOMETRY_MAPS["muon"])
-    assert problem.initial(layout, 0).tolist() == x0.tolist()
+    assert problem.initial(0).tolist() == x0.tolist()
     x = np.random.default_rng(dim).normal(size=dim)
     gradient, loss = problem.gradient(torch.from_numpy(x), 0, 0, 0)
     np.testing.assert_allclose(gradient.numpy(), matrix @ x - b, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,5 @@
+"""The NanoChat model, its tokenizer and its data."""
+
+from ringmaster_dist.problems.nanochat.model import NanoChat, NanoChatConfig
+
+__all__ = ["NanoChat", "NanoChatConfig"]

@@ -1,0 +1,254 @@
+"""The NanoChat transformer, as the paper trains it.
+
+Decoder only, no biases, no learnable norms. Rotary positions, normalised queries and keys, sliding windows, value
+embeddings on every second layer, squared-ReLU MLPs, learnable residual weights, soft-capped logits. Parameter names are
+nanochat's, so weights interchange.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_GATE_CHANNELS = 32
+_SOFT_CAP = 15.0
+_ROTARY_BASE = 10000.0
+IGNORED = -1  # a target that does not count
+
+
+@dataclass(frozen=True)
+class NanoChatConfig:
+    n_layer: int = 6
+    n_head: int = 3
+    n_kv_head: int = 3
+    n_embd: int = 192
+    vocab_size: int = 8192
+    sequence_len: int = 2048
+    window_pattern: str = "SSSL"  # S: half the context, L: all of it; tiled over the layers, the last is always L
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head or self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, "
+                f"and that of n_kv_head={self.n_kv_head}"
+            )
+        if (self.n_embd // self.n_head) % 2:
+            raise ValueError(f"n_embd/n_head={self.n_embd // self.n_head} must be even: rotary positions turn pairs")
+        if self.n_embd < _GATE_CHANNELS:
+            raise ValueError(f"n_embd={self.n_embd} must be at least {_GATE_CHANNELS}")
+        if not self.window_pattern or set(self.window_pattern) - set("SL"):
+            raise ValueError(f"window_pattern={self.window_pattern!r} must be made of S and L")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    def window(self, layer: int) -> int:
+        """How many tokens, itself included, a position of this layer sees."""
+        if layer == self.n_layer - 1 or self.window_pattern[layer % len(self.window_pattern)] == "L":
+            return self.sequence_len
+        return max(1, self.sequence_len // 2)
+
+    def has_value_embedding(self, layer: int) -> bool:
+        return layer % 2 == (self.n_layer - 1) % 2
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turns the pairs (first half, second half) of each head. x: (batch, heads, time, head_dim)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+
+class Cache:
+    """Keys and values of the tokens so far, for generation."""
+
+    def __init__(self, config: NanoChatConfig, batch: int, like: torch.Tensor) -> None:
+        shape = (config.n_layer, 2, batch, config.n_kv_head, config.sequence_len, config.head_dim)
+        self.kept = like.new_zeros(shape)
+        self.length = 0
+
+    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps those of the new tokens, gives all."""
+        stop = self.length + k.shape[2]
+        keys, values = self.kept[layer]
+        keys[:, :, self.length : stop], values[:, :, self.length : stop] = k, v
+        return keys[:, :, :stop], values[:, :, :stop]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: NanoChatConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
+        self.c_q = nn.Linear(width, width, bias=False)
+        self.c_k = nn.Linear(width, kv_width, bias=False)
+        self.c_v = nn.Linear(width, kv_width, bias=False)
+        self.c_proj = nn.Linear(width, width, bias=False)
+        if config.has_value_embedding(layer):
+            self.ve_gate = nn.Linear(_GATE_CHANNELS, config.n_kv_head, bias=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        value_embedding: torch.Tensor | None,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        batch, time, _ = x.shape
+        heads, kv_heads, head_dim = self.config.n_head, self.config.n_kv_head, self.config.head_dim
+        q = self.c_q(x).view(batch, time, heads, head_dim)
+        k = self.c_k(x).view(batch, time, kv_heads, head_dim)
+        v = self.c_v(x).view(batch, time, kv_heads, head_dim)
+        if value_embedding is not None:
+            gate = 2.0 * torch.sigmoid(self.ve_gate(x[..., :_GATE_CHANNELS]))  # (batch, time, kv_heads)
+            v = v + gate.unsqueeze(-1) * value_embedding.view(batch, time, kv_heads, head_dim)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, time, head_dim)
+        q, k = norm(rotate(q, *rotary)), norm(rotate(k, *rotary))
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None and time > 1, enable_gqa=heads != kv_heads
+        )
+        return self.c_proj(y.transpose(1, 2).reshape(batch, time, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: NanoChatConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config: NanoChatConfig, layer: int) -> None:
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        value_embedding: torch.Tensor | None,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        x = x + self.attn(norm(x), value_embedding, rotary, mask, cache)
+        return x + self.mlp(norm(x))
+
+
+class NanoChat(nn.Module):
+    """``model(tokens)`` gives logits, ``model(tokens, targets)`` the mean loss."""
+
+    def __init__(self, config: NanoChatConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, layers = config.n_embd, range(config.n_layer)
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.vocab_size, width),
+                "h": nn.ModuleList(Block(config, layer) for layer in layers),
+            }
+        )
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        kv_width = config.n_kv_head * config.head_dim
+        self.value_embeds = nn.ModuleDict(
+            {str(i): nn.Embedding(config.vocab_size, kv_width) for i in layers if config.has_value_embedding(i)}
+        )
+        self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.full((config.n_layer,), 0.1))
+        cos, sin = _rotary_table(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        # The window masks, built once: a layer that sees everything needs none.
+        mask = _window_mask(config.sequence_len, max(1, config.sequence_len // 2))
+        self.register_buffer("short_mask", mask, persistent=False)
+        self.reset_parameters()
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.get_submodule("transformer.h").children())
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """All initialisation, in one place."""
+        bound = math.sqrt(3.0) / math.sqrt(self.config.n_embd)
+        nn.init.normal_(self.transformer["wte"].weight, std=1.0)
+        nn.init.normal_(self.lm_head.weight, std=0.001)
+        for block in self.transformer["h"]:
+            for matrix in (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.mlp.c_fc):
+                nn.init.uniform_(matrix.weight, -bound, bound)
+            nn.init.zeros_(block.attn.c_proj.weight)
+            nn.init.zeros_(block.mlp.c_proj.weight)
+            if hasattr(block.attn, "ve_gate"):
+                nn.init.zeros_(block.attn.ve_gate.weight)
+        for embedding in self.value_embeds.values():
+            nn.init.uniform_(embedding.weight, -bound, bound)
+        nn.init.ones_(self.resid_lambdas)
+        nn.init.constant_(self.x0_lambdas, 0.1)
+
+    def forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor | None = None, cache: Cache | None = None,
+        reduction: str = "mean",
+    ) -> torch.Tensor:  # fmt: skip
+        hidden = self._hidden(tokens, cache)
+        logits = self.lm_head(hidden if cache is None else hidden[:, -1:])  # who generates needs the last alone
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        logits = _SOFT_CAP * torch.tanh(logits / _SOFT_CAP)
+        if targets is None:
+            return logits
+        return F.cross_entropy(
+            logits.view(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction=reduction
+        )
+
+    def _hidden(self, tokens: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+        start = cache.length if cache is not None else 0
+        time = tokens.shape[1]
+        if start + time > self.config.sequence_len:
+            raise ValueError(f"{start + time} tokens do not fit the model's context of {self.config.sequence_len}")
+        rotary = self.cos[start : start + time], self.sin[start : start + time]
+        x0 = x = norm(self.transformer["wte"](tokens))
+        for i, block in enumerate(self.transformer["h"]):
+            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+            embedding = self.value_embeds[str(i)](tokens) if self.config.has_value_embedding(i) else None
+            x = block(x, embedding, rotary, self._mask(i, start, time), cache)
+        if cache is not None:
+            cache.length = start + time
+        return norm(x)
+
+    def _mask(self, layer: int, start: int, time: int) -> torch.Tensor | None:
+        """What these positions may look at; None: everything before them."""
+        if start == 0 and time <= self.config.window(layer):
+            return None
+        window = self.config.window(layer)
+        if window < self.config.sequence_len:
+            return self.short_mask[start : start + time, : start + time]
+        if time == 1:
+            return None
+        return _window_mask(start + time, window)[start:].to(self.short_mask.device)
+
+
+def _rotary_table(config: NanoChatConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    channels = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
+    frequencies = _ROTARY_BASE ** (-channels / config.head_dim)
+    angles = torch.outer(torch.arange(config.sequence_len, dtype=torch.float64), frequencies)
+    return angles.cos().float(), angles.sin().float()
+
+
+def _window_mask(time: int, window: int) -> torch.Tensor:
+    """True where the row's position may look: at itself and the ``window - 1`` before."""
+    ages = torch.arange(time).unsqueeze(1) - torch.arange(time).unsqueeze(0)
+    return (ages >= 0) & (ages < window)

@@ -1,0 +1,108 @@
+"""Pretraining NanoChat, as a problem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from ringmaster_dist.problems.module import ModuleProblem
+from ringmaster_dist.problems.nanochat.model import IGNORED, NanoChat, NanoChatConfig
+from ringmaster_dist.problems.nanochat.rows import Rows
+from ringmaster_dist.problems.nanochat.tokenizer import SPECIALS
+
+
+def role(name: str, parameter: nn.Parameter) -> str:
+    if parameter.ndim < 2:
+        return "scalar"
+    if name.startswith(("transformer.wte", "value_embeds")):
+        return "embedding"
+    return "output" if name.startswith("lm_head") else "matrix"
+
+
+class NanoChatProblem(ModuleProblem):
+    """``batch`` rows per gradient, in micro-batches of at most ``micro_batch``.
+
+    Where workers take different numbers of rows, ``weight`` makes each row count the same: a gradient is the mean over
+    its rows times their number over the usual one.
+    """
+
+    def __init__(
+        self,
+        config: NanoChatConfig,
+        rows: Rows,
+        *,
+        batch: int,
+        micro_batch: int | None = None,
+        weight: float = 1.0,
+        validation_rows: int = 32,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        precision: str = "auto",
+        compiled: bool = False,
+        clip: float | None = None,
+    ) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = NanoChat(config)
+        self.config, self.rows, self.model = config, rows, model
+        self.data_fingerprint = rows.fingerprint
+        self._batch, self._micro_batch = batch, micro_batch or batch
+        self.validation_rows = validation_rows
+        self._precision = _precision(precision, torch.device(device))
+        super().__init__(
+            model,
+            self._draw,
+            self._mean_loss,
+            evaluate=lambda module: self.score(module, self.validation_rows),
+            role=role,
+            watched=() if compiled else model.blocks,
+            device=device,
+            clip=clip,
+            weight=weight,
+        )
+        self._forward = torch.compile(model) if compiled else model
+
+    def _draw(self, seed: int, worker_id: int, sequence: int) -> Sequence[torch.Tensor]:
+        rows = self.rows.sample(seed, worker_id, sequence, self._batch)
+        return torch.split(self._on_device(rows), self._micro_batch)
+
+    def _mean_loss(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            loss: torch.Tensor = self._forward(tokens[:, :-1], tokens[:, 1:])
+        return loss
+
+    def _on_device(self, rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(rows.astype(np.int64)).to(self.device)
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self._precision != "float32"
+        dtype = torch.bfloat16 if enabled else None
+        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled)
+
+    def score(self, module: nn.Module, num_rows: int) -> dict[str, float]:
+        """Loss per token and bits per byte on the first validation rows. Special tokens have no bytes: left out."""
+        sizes = torch.from_numpy(self.rows.token_bytes).to(self.device)
+        nats, num_tokens, num_bytes = 0.0, 0, 0
+        for start in range(0, min(num_rows, len(self.rows.validation)), self._batch):
+            stop = min(start + self._batch, num_rows)
+            tokens = self._on_device(self.rows.validation[start:stop])
+            targets = tokens[:, 1:].clone()
+            targets[targets < len(SPECIALS)] = IGNORED
+            with self._autocast():
+                nats += float(module(tokens[:, :-1], targets, reduction="sum"))
+            counted = targets[targets != IGNORED]
+            num_tokens += counted.numel()
+            num_bytes += int(sizes[counted].sum())
+        loss = nats / max(1, num_tokens)
+        return {"loss": loss, "bits_per_byte": nats / (math.log(2.0) * max(1, num_bytes))}
+
+
+def _precision(wish: str, device: torch.device) -> str:
+    """bf16 autocast where the device computes in it; float32 elsewhere."""
+    if wish != "auto":
+        return wish
+    return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"

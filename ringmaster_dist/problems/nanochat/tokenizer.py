@@ -1,0 +1,80 @@
+"""Byte-level BPE: any text goes in and comes out again. Trained with Hugging Face's tokenizers, saved as its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIALS = tuple(f"<|reserved_{i}|>" for i in range(4))
+BOS = 0  # the id of the first special token: it begins every document
+_LEAST_VOCABULARY = len(SPECIALS) + 256  # a token for each byte
+# GPT's way to split text before merging, with runs of at most two digits.
+_SPLIT = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+
+
+class BytePairs:
+    """The tokenizer of a run."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.encode_special_tokens = True  # a special token's name in a text is text
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def train(cls, documents: Iterable[str], vocab_size: int) -> BytePairs:
+        """Raises ValueError where the corpus does not support a vocabulary of that size."""
+        if vocab_size < _LEAST_VOCABULARY:
+            raise ValueError(f"a vocabulary of {vocab_size} is too small: it needs at least {_LEAST_VOCABULARY}")
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(SPECIALS),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(documents, trainer)
+        found = tokenizer.get_vocab_size()
+        if found < vocab_size:
+            raise ValueError(f"the corpus supports a vocabulary of {found} only, not of {vocab_size}")
+        return cls(tokenizer)
+
+    @classmethod
+    def load(cls, path: Path) -> BytePairs:
+        return cls(Tokenizer.from_file(str(path)))
+
+    def save(self, path: Path) -> None:
+        self._tokenizer.save(str(path))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Each with its BOS, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([BOS, *encoding.ids], dtype=np.uint16) for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def token_bytes(self) -> np.ndarray:
+        """How many bytes of text each token stands for; special ones for none."""
+        alphabet = pre_tokenizers.ByteLevel.alphabet()  # one character for each byte
+        sizes = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, index in self._tokenizer.get_vocab().items():
+            if token not in SPECIALS:
+                assert set(token) <= set(alphabet)
+                sizes[index] = len(token)
+        return sizes

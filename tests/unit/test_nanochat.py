@@ -1,0 +1,358 @@
+"""The model against finite differences, explicit masks and SPEC's listing; the tokenizer; the rows; generation."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
+from ringmaster_dist.problems import Interrupted
+from ringmaster_dist.problems.nanochat import NanoChat, NanoChatConfig
+from ringmaster_dist.problems.nanochat import corpus as corpora
+from ringmaster_dist.problems.nanochat.generate import generate
+from ringmaster_dist.problems.nanochat.problem import NanoChatProblem, role
+from ringmaster_dist.problems.nanochat.rows import pack, prepare
+from ringmaster_dist.problems.nanochat.tokenizer import BOS, SPECIALS, BytePairs
+
+SMALL = NanoChatConfig(3, 2, 1, 32, 300, 16, "SL")
+
+
+def expected_parameters(layers, width, heads, kv_heads, vocabulary):
+    kv_width = width // heads * kv_heads
+    shapes = {"transformer.wte.weight": (vocabulary, width), "lm_head.weight": (vocabulary, width),
+              "resid_lambdas": (layers,), "x0_lambdas": (layers,)}  # fmt: skip
+    for i in range(layers):
+        block = f"transformer.h.{i}"
+        shapes[f"{block}.attn.c_q.weight"] = shapes[f"{block}.attn.c_proj.weight"] = (width, width)
+        shapes[f"{block}.attn.c_k.weight"] = shapes[f"{block}.attn.c_v.weight"] = (kv_width, width)
+        shapes[f"{block}.mlp.c_fc.weight"] = (4 * width, width)
+        shapes[f"{block}.mlp.c_proj.weight"] = (width, 4 * width)
+        if i % 2 == (layers - 1) % 2:
+            shapes[f"{block}.attn.ve_gate.weight"] = (kv_heads, 32)
+            shapes[f"value_embeds.{i}.weight"] = (vocabulary, kv_width)
+    return shapes
+
+
+def test_names_and_shapes_are_the_paper_s():
+    model = NanoChat(NanoChatConfig())
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes == expected_parameters(6, 192, 3, 3, 8192)
+    assert sum(p.numel() for p in model.parameters()) == 10_518_828
+    matrices = [p.numel() for name, p in model.named_parameters() if role(name, p) == "matrix"]
+    assert sum(matrices) == 2_654_496
+    small = {name: tuple(p.shape) for name, p in NanoChat(SMALL).named_parameters()}
+    assert small == expected_parameters(3, 32, 2, 1, 300)
+
+
+def disturbed(config, seed=0):
+    """Every part matters: nothing is left at the zero it starts with."""
+    torch.manual_seed(seed)
+    model = NanoChat(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def reference(model, tokens):
+    """The architecture written down again, position by position where it matters, with explicit masks."""
+    config, p = model.config, dict(model.named_parameters())
+    norm = lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps)  # noqa: E731
+    time, half = tokens.shape[1], config.head_dim // 2
+    angles = torch.arange(time).double()[:, None] * 10000.0 ** (-torch.arange(half).double() / half)[None, :]
+    cos, sin = angles.cos().float().double(), angles.sin().float().double()
+
+    def turned(x):  # (batch, time, heads, head_dim)
+        a, b = x[..., :half], x[..., half:]
+        c, s = cos[None, :, None, :], sin[None, :, None, :]
+        return norm(torch.cat([a * c + b * s, -a * s + b * c], -1))
+
+    x = x0 = norm(p["transformer.wte.weight"][tokens])
+    for i in range(config.n_layer):
+        name = f"transformer.h.{i}"
+        x = p["resid_lambdas"][i] * x + p["x0_lambdas"][i] * x0
+        y = norm(x)
+        heads = lambda w, n: (y @ p[f"{name}.attn.{w}.weight"].T).unflatten(-1, (n, config.head_dim))  # noqa: B023, E731
+        q, k, v = heads("c_q", config.n_head), heads("c_k", config.n_kv_head), heads("c_v", config.n_kv_head)
+        if f"value_embeds.{i}.weight" in p:
+            gate = 2 * torch.sigmoid(y[..., :32] @ p[f"{name}.attn.ve_gate.weight"].T)
+            v = v + gate[..., None] * p[f"value_embeds.{i}.weight"][tokens].unflatten(-1, (config.n_kv_head, -1))
+        q, k = turned(q), turned(k)
+        last = i == config.n_layer - 1
+        full = last or config.window_pattern[i % len(config.window_pattern)] == "L"
+        window = config.sequence_len if full else config.sequence_len // 2
+        out = torch.zeros_like(q)
+        for head in range(config.n_head):
+            kv = head // (config.n_head // config.n_kv_head)
+            for t in range(time):
+                seen = range(max(0, t - window + 1), t + 1)
+                scores = torch.stack([(q[:, t, head] * k[:, s, kv]).sum(-1) for s in seen], -1)
+                weights = torch.softmax(scores / math.sqrt(config.head_dim), -1)
+                out[:, t, head] = sum(weights[:, j, None] * v[:, s, kv] for j, s in enumerate(seen))
+        x = x + out.flatten(2) @ p[f"{name}.attn.c_proj.weight"].T
+        y = norm(x)
+        x = x + torch.relu(y @ p[f"{name}.mlp.c_fc.weight"].T) ** 2 @ p[f"{name}.mlp.c_proj.weight"].T
+    logits = norm(x) @ p["lm_head.weight"].T
+    return 15 * torch.tanh(logits / 15)
+
+
+@pytest.mark.parametrize(
+    "config", [SMALL, NanoChatConfig(2, 4, 2, 64, 270, 12, "S"), NanoChatConfig(1, 1, 1, 32, 260, 5, "L")]
+)
+def test_the_model_is_the_architecture(config):
+    model = disturbed(config)
+    tokens = torch.randint(0, config.vocab_size, (2, config.sequence_len))
+    torch.testing.assert_close(model(tokens), reference(model, tokens), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_agree_with_finite_differences():
+    model = disturbed(SMALL)
+    tokens = torch.randint(0, 300, (2, 17))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, 3] = -1  # one that does not count
+    model(inputs, targets).backward()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        slope = float((parameter.grad * direction).sum())
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=sign * 1e-5)
+                values.append(float(model(inputs, targets)))
+                parameter.add_(direction, alpha=-sign * 1e-5)
+        assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5, abs=1e-8), name
+        assert abs(slope) > 1e-7, f"{name} has no influence"
+
+
+def test_the_first_loss_is_that_of_guessing():
+    torch.manual_seed(0)
+    model = NanoChat(NanoChatConfig(2, 2, 2, 64, 1024, 32, "SL"))
+    tokens = torch.randint(0, 1024, (4, 33))
+    assert float(model(tokens[:, :-1], tokens[:, 1:]).detach()) == pytest.approx(math.log(1024), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(2, 3, 2, 48, 300, 8, "S"), (2, 2, 2, 33, 300, 8, "S"), (2, 1, 1, 16, 300, 8, "S"), (2, 2, 2, 32, 300, 8, "X")],
+)
+def test_impossible_models_are_refused(values):
+    with pytest.raises(ValueError, match=r"n_embd|window_pattern|n_head"):
+        NanoChatConfig(*values)
+
+
+@pytest.mark.parametrize("prompt", [1, 5, 13])
+def test_the_cache_changes_nothing(prompt):
+    """Also where the window is shorter than what is cached."""
+    model = disturbed(SMALL).float()
+    tokens = torch.randint(0, 300, (prompt,), generator=torch.Generator().manual_seed(2)).tolist()
+    quick = list(generate(model, tokens, 20, temperature=0.0))
+    slow = list(generate(model, tokens, 20, temperature=0.0, cached=False))
+    assert quick == slow
+    assert len(quick) == 16 - prompt  # the context is full then
+    varied = [list(generate(model, tokens, 3, temperature=1.0, top_k=9, seed=seed)) for seed in range(8)]
+    assert len({tuple(v) for v in varied}) > 1
+    assert varied[0] == list(generate(model, tokens, 3, temperature=1.0, top_k=9, seed=0))
+
+
+TEXTS = [f"def function_{i}(value):\n    return value + {i} * {i * 7919 % 1000}\n" for i in range(400)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return BytePairs.train(TEXTS, 320)
+
+
+@settings(max_examples=300)
+@given(st.text())
+def test_any_text_comes_back(tokenizer, text):
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert not set(tokens) & set(range(len(SPECIALS)))
+    assert sum(tokenizer.token_bytes()[tokens]) == len(text.encode())
+
+
+def test_the_tokenizer_is_saved_and_loaded(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = BytePairs.load(tmp_path / "tokenizer.json")
+    text = "def héllo <|reserved_0|> 12345 \U0001f600"
+    assert again.encode(text) == tokenizer.encode(text)
+    assert again.vocab_size == 320
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"] == "BPE"
+    assert all(len(tokenizer.decode([t]).strip()) <= 2 for t in tokenizer.encode("1234567") if t > BOS)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 30), max_size=80), st.integers(2, 12))
+def test_packing_wastes_only_what_it_must(sizes, length):
+    documents = [np.full(size, i, dtype=np.uint16) for i, size in enumerate(sizes)]
+    rows = list(pack(documents, length))
+    assert all(len(row) == length for row in rows)
+    assert len(rows) <= sum(sizes) // length
+    for i, size in enumerate(sizes):
+        pieces = [np.flatnonzero(row == i) for row in rows if (row == i).any()]
+        assert len(pieces) <= 1  # a document is in one row, whole or cropped
+        if pieces:
+            assert len(pieces[0]) <= size
+            assert (np.diff(pieces[0]) == 1).all()
+
+
+def test_best_fit_takes_the_longest_that_fits():
+    documents = [np.full(n, n, dtype=np.uint16) for n in (3, 5, 4, 2, 6)]
+    rows = [row.tolist() for row in pack(documents, 8)]
+    assert rows == [[6] * 6 + [2] * 2, [5] * 5 + [3] * 3]
+
+
+def write_corpus(folder, count=60):
+    for i in range(count):
+        (folder / f"{i}.txt").write_text("".join(TEXTS[(i * 7 + j) % 400] for j in range(20)))
+    return folder
+
+
+def test_prepared_once_and_the_same_everywhere(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    sources = corpora.text_files(write_corpus(folder))
+    assert 0 < sum(s.validation for s in sources) < len(sources) / 2
+    rows = prepare(sources, vocab_size=300, context=16, cache=tmp_path / "one")
+    stamp = (rows.folder / "train.bin").stat().st_mtime_ns
+    again = prepare(sources, vocab_size=300, context=16, cache=tmp_path / "one")
+    assert (again.folder / "train.bin").stat().st_mtime_ns == stamp
+    elsewhere = prepare(sources, vocab_size=300, context=16, cache=tmp_path / "two")
+    assert elsewhere.fingerprint == rows.fingerprint
+    assert (elsewhere.train == rows.train).all()
+    (folder / "0.txt").write_text("something else entirely, and long enough to matter\n" * 40)
+    changed = prepare(corpora.text_files(folder), vocab_size=300, context=16, cache=tmp_path / "one")
+    assert changed.fingerprint != rows.fingerprint
+    sample = rows.sample(3, 5, 7, 4)
+    assert sample.shape == (4, 17)
+    assert (sample == elsewhere.sample(3, 5, 7, 4)).all()
+    draws = [rows.sample(3, worker, sequence, 4).tobytes() for worker in range(5) for sequence in range(5)]
+    assert len(set(draws)) == 25
+    assert set(rows.sample(0, 0, 0, 4000)[:, 0].tolist()) <= set(range(300))
+
+
+def test_an_interrupted_preparation_is_never_used(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    sources = corpora.text_files(write_corpus(folder))
+
+    def interrupted(fraction, text):
+        if "validation" in text:  # the training rows are written
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache", progress=interrupted)
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert len(prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache").train) > 0
+
+
+def test_every_kind_of_file_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "b.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["third", "fourth"], "n": [1, 2]}), tmp_path / "c.parquet")
+    (tmp_path / "ignored.bin").write_bytes(b"\xff\xfe")
+    texts = [text for source in corpora.text_files(tmp_path) for text in corpora.documents(source)]
+    assert texts == ["plain", "first", "second", "third", "fourth"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "empty"),
+        ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("a.txt", b"short", "supports a vocabulary of"),
+        ("a.jsonl", b'{"text": 1}\n{"txt": 2}', "line 2"),
+        ("a.parquet", b"PAR1 not really", "cannot be read as parquet"),
+        ("a.bin", b"x", "known kinds"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used_is_told(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content.replace(b'{"text": 1}', b'{"text": "fine"}'))
+    with pytest.raises(corpora.CorpusError, match=message):
+        prepare(corpora.text_files(tmp_path / name), vocab_size=300, context=16, cache=tmp_path / "cache")
+
+
+def test_a_corpus_smaller_than_a_row_is_told(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    with pytest.raises(corpora.CorpusError, match="too small"):
+        prepare(corpora.text_files(tmp_path), vocab_size=300, context=60_000, cache=tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    rows = prepare(corpora.text_files(write_corpus(folder)), vocab_size=300, context=16, cache=folder / "cache")
+    made = NanoChatProblem(SMALL, rows, batch=4, micro_batch=None, validation_rows=8)
+    made.bind(Layout(made.parameters, GEOMETRY_MAPS["muon"]))
+    return made
+
+
+def test_the_gradient_is_the_module_s_own(problem):
+    iterate = problem.initial(0)
+    gradient, loss = problem.gradient(iterate, 1, 2, 3)
+    gradient = gradient.clone()
+    torch.manual_seed(0)
+    plain = NanoChat(SMALL)
+    tokens = torch.from_numpy(problem.rows.sample(1, 2, 3, 4).astype(np.int64))
+    expected = plain(tokens[:, :-1], tokens[:, 1:])
+    expected.backward()
+    assert loss == float(expected.detach())
+    layout = Layout(problem.parameters, GEOMETRY_MAPS["muon"])
+    for name, view in layout.views(gradient).items():
+        assert torch.equal(view, plain.get_parameter(name).grad), name
+    again, _ = problem.gradient(iterate, 1, 2, 3)
+    assert torch.equal(again, gradient)
+
+
+def test_micro_batches_give_the_same_gradient(problem):
+    halves = NanoChatProblem(SMALL, problem.rows, batch=4, micro_batch=1)
+    halves.bind(Layout(halves.parameters, GEOMETRY_MAPS["muon"]))
+    iterate = problem.initial(0)
+    whole, loss = problem.gradient(iterate, 0, 0, 0)
+    parts, mean = halves.gradient(iterate, 0, 0, 0)
+    torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-6)
+    assert mean == pytest.approx(loss, rel=1e-5)
+
+
+def test_each_row_counts_the_same(problem):
+    """Half the rows, half the gradient: what workers with few rows send weighs less."""
+    few = NanoChatProblem(SMALL, problem.rows, batch=2, weight=0.5)
+    plain = NanoChatProblem(SMALL, problem.rows, batch=2)
+    for made in (few, plain):
+        made.bind(Layout(made.parameters, GEOMETRY_MAPS["muon"]))
+    iterate = problem.initial(0)
+    weighted, loss = few.gradient(iterate, 0, 0, 0)
+    expected, same_loss = plain.gradient(iterate, 0, 0, 0)
+    assert torch.equal(weighted, 0.5 * expected)
+    assert loss == same_loss
+
+
+def test_a_gradient_is_interrupted_between_layers_on_both_ways(problem):
+    """Asked after each block forward and backward; whoever answers yes at the n-th time ends it there."""
+    iterate, asked = problem.initial(0), []
+    problem.gradient(iterate, 0, 0, 0, lambda: bool(asked.append(1)))
+    times = len(asked)
+    assert times == 1 + 2 * SMALL.n_layer
+    for last in range(1, times + 1):
+        count = iter(range(1, times + 1))
+        with pytest.raises(Interrupted):
+            problem.gradient(iterate, 0, 0, 0, lambda count=count, last=last: next(count) == last)
+    after, _ = problem.gradient(iterate, 1, 2, 3)
+    kept = after.clone()
+    assert torch.equal(problem.gradient(iterate, 1, 2, 3)[0], kept)
+
+
+def test_bits_per_byte_counts_bytes_of_what_is_not_special(problem):
+    found = problem.evaluate(problem.initial(0))
+    assert found["loss"] == pytest.approx(math.log(300), abs=0.05)
+    targets = problem.rows.validation[:8, 1:]
+    counted = targets[targets >= len(SPECIALS)]
+    num_bytes = problem.rows.token_bytes[counted].sum()
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * counted.size / (math.log(2) * num_bytes))
