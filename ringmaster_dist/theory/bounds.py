@@ -37,3 +37,45 @@ def seconds_of_run(
         total += math.ceil((stop - version) / level) * seconds_of_updates(seconds, level)
         version = stop
     return total
+
+
+def useful_workers(seconds: Sequence[float] | NDArray[np.float64], threshold: int) -> int:
+    """``m*``: with how many of the quickest workers ``t(R)`` is reached; the others do not improve the bound."""
+    means = harmonic_means(seconds)
+    return 1 + int(np.argmin(means * (1.0 + threshold / np.arange(1, means.size + 1))))
+
+
+def seconds_of_updates_at(
+    work: Callable[[float], NDArray[np.float64]], threshold: int, start: float, horizon: float = 1e9
+) -> float:
+    """``t(R; T0)`` of the universal model: in how long the workers, at a quarter of their speed, finish R gradients.
+
+    ``work(T)`` is the number of gradients, not rounded, that each worker could do up to time T. Infinite where the
+    horizon is not enough.
+    """
+    before = work(start)
+
+    def enough(duration: float) -> bool:
+        return float(np.floor((work(start + duration) - before) / 4.0 + 1e-12).sum()) >= threshold
+
+    low, high = 0.0, 1.0
+    while not enough(high):
+        low, high = high, 2.0 * high
+        if high > horizon:
+            return math.inf
+    while high - low > 1e-9 * max(1.0, high):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def seconds_of_run_at(
+    work: Callable[[float], NDArray[np.float64]], updates: int, threshold: int, horizon: float = 1e9
+) -> float:
+    """A bound on the first ``updates`` updates at a fixed threshold and changing speeds: blocks of R in a row."""
+    total = 0.0
+    for _ in range(math.ceil(updates / threshold)):
+        total += seconds_of_updates_at(work, threshold, total, horizon)
+        if math.isinf(total):
+            break
+    return total

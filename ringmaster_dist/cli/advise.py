@@ -1,0 +1,89 @@
+"""``ringmaster advise``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+from ringmaster_dist.cli.sources import times_of, wholes
+from ringmaster_dist.config.errors import UserError
+
+_HELP = """ringmaster advise [SOURCE] [thresholds=1,2,4,8,16,32] [key=value ...]
+
+Plays candidate methods and thresholds on a cluster in virtual time and says what each would do: updates per second,
+wasted compute, workers that would starve (nothing of theirs is ever accepted), speed-up over synchronous training. Then
+it recommends a threshold: the smallest that makes nine tenths of the updates that accepting everything would make,
+since what a larger one adds are older gradients. "slow half" is the share of accepted gradients that comes from the
+slower half of the workers. SOURCE is as for ringmaster theory:
+
+  times=1,2,4 | file=profile.json | gpus | run=RUN_DIR | cluster.workers=8 cluster.profile=linear ...
+
+run=RUN_DIR answers what would have been had the threshold been another: ringmaster advise run=runs/a thresholds=4
+"""
+_ENOUGH = 0.9
+_SLOWEST_GRADIENTS = 60  # the horizon, in gradients of the slowest worker
+_OWN = ("times", "file", "run", "thresholds")
+
+
+def main(argv: list[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print(_HELP)
+        return 0
+    own = {word.partition("=")[0]: word.partition("=")[2] for word in argv if word.partition("=")[0] in _OWN}
+    rest = [word for word in argv if word.partition("=")[0] not in _OWN and word != "gpus"]
+
+    from ringmaster_dist.config.compose import load
+
+    thresholds = sorted(wholes("thresholds", own.get("thresholds", "1,2,4,8,16,32")))
+    config = load(["cluster.workers=8", *rest])
+    times, what = times_of(own, "gpus" in argv, config)
+    if len(times) < 2:
+        raise UserError(f"{what}: with one worker nothing is ever late and there is nothing to choose")
+    jitter = 0.0 if "run" in own else config.cluster.jitter
+    _advise(times, what, thresholds, jitter)
+    return 0
+
+
+def _advise(times: Sequence[float], what: str, thresholds: Sequence[int], jitter: float) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ringmaster_dist.algorithm.methods import Method, Rennala, Synchronous
+    from ringmaster_dist.algorithm.schedules import Constant
+    from ringmaster_dist.simulation.forecast import Forecast, forecast
+
+    horizon = _SLOWEST_GRADIENTS * times[-1]
+    candidates: dict[str, Method] = {
+        **{f"ringmaster R={r}": Method(Constant(0.1, 0.1, r)) for r in thresholds},
+        "asynchronous": Method(Constant(0.1, 0.1, math.inf)),
+        f"rennala B={len(times)}": Rennala(Constant(0.1, 0.1), len(times)),
+        "synchronous": Synchronous(Constant(0.1, 0.1)),
+    }
+    found: dict[str, Forecast] = {
+        name: forecast(times, method, jitter=jitter, interrupt=True, horizon_seconds=horizon)
+        for name, method in candidates.items()
+    }
+    console = Console(file=sys.stdout)
+    console.print(f"{what}: {len(times)} workers, {times[0]:.4g} to {times[-1]:.4g} s per gradient", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("method", "updates/s", "x sync", "wasted", "starving", "slow half"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for name, forecast_ in found.items():
+        total = max(1, int(forecast_.accepted.sum()))
+        slow = int(forecast_.accepted[len(times) // 2 :].sum()) / total
+        ratio = forecast_.updates_per_second / max(1e-12, found["synchronous"].updates_per_second)
+        starving = f"{len(forecast_.starving)} of {len(times)}" if forecast_.starving else "none"
+        table.add_row(name, f"{forecast_.updates_per_second:.4g}", f"{ratio:.2f}", f"{forecast_.wasted_fraction:.0%}",
+                      starving, f"{slow:.0%}")  # fmt: skip
+    console.print(table)
+    most = found["asynchronous"].updates_per_second
+    enough = [r for r in thresholds if found[f"ringmaster R={r}"].updates_per_second >= _ENOUGH * most]
+    chosen = enough[0] if enough else thresholds[-1]
+    rate = found[f"ringmaster R={chosen}"].updates_per_second
+    console.print(
+        f"advice: method=ringmaster method.threshold={chosen} "
+        f"({rate:.4g} updates/s, {rate / most:.0%} of what accepting everything would make)",
+        highlight=False,
+    )

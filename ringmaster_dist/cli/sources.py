@@ -1,0 +1,62 @@
+"""Where the times of a cluster come from, for the commands that reason about one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ringmaster_dist.config.errors import UserError
+
+
+def wholes(key: str, text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) >= 1 for word in words):
+        raise UserError(f"{key}={text}: must be whole numbers of at least 1")
+    return [int(word) for word in words]
+
+
+def times_of(own: dict[str, str], gpus: bool, config: Any) -> tuple[list[float], str]:
+    """Seconds per gradient, sorted, and what they are. Raises UserError."""
+    from ringmaster_dist.config.profile_file import cluster_seconds, read_times
+    from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS
+
+    given = [name for name in ("times", "file", "run") if name in own] + (["gpus"] if gpus else [])
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)}: give one source of times")
+    if "times" in own:
+        try:
+            times = [float(word) for word in own["times"].split(",")]
+        except ValueError:
+            raise UserError(f"times={own['times']}: must be numbers of seconds, such as 1,2,4") from None
+        what = "the given times"
+    elif "file" in own:
+        times, what = read_times(Path(own["file"])), own["file"]
+    elif "run" in own:
+        times, what = _times_of_run(Path(own["run"])), f"the workers of {own['run']}"
+    elif gpus:
+        times, what = list(GPU_GRADIENT_SECONDS.values()), "the paper's GPUs"
+    else:
+        times = cluster_seconds(config.cluster, config.cluster.workers).tolist()
+        what = f"{config.cluster.workers} workers, {config.cluster.profile}"
+    if min(times) <= 0 or not all(map(math.isfinite, times)):
+        raise UserError(f"gradient times must be above 0 seconds: {min(times):g}")
+    return sorted(times), what
+
+
+def _times_of_run(directory: Path) -> list[float]:
+    """The mean compute time of each worker that delivered anything."""
+    trace = directory / "trace.jsonl"
+    if not trace.is_file():
+        raise UserError(f"run={directory}: there is no trace.jsonl in it")
+    sums: dict[int, list[float]] = {}
+    try:
+        for line in trace.read_text().splitlines():
+            record = json.loads(line)
+            sums.setdefault(record["worker"], []).append(float(record["compute_seconds"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{trace} is not the trace of a run of this program ({error!r})") from error
+    if not sums:
+        raise UserError(f"{trace} is empty: the run delivered no gradient")
+    return [sum(times) / len(times) for times in sums.values()]

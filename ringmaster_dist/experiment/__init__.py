@@ -1,0 +1,1 @@
+"""The paper's experiments: grids, runs, tables and figures, all in virtual time."""

@@ -1,0 +1,105 @@
+"""What is run: the paper's methods, grids and delay regimes, at three sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+REGIMES = ("similar", "sublinear", "linear")
+
+
+def _powers(low: int, high: int) -> list[float]:
+    return [5.0**power for power in range(low, high + 1)]
+
+
+class Job(NamedTuple):
+    """One simulated run."""
+
+    regime: str
+    method: str
+    overrides: tuple[str, ...]  # what was chosen from the grid
+    seed: int
+    common: tuple[str, ...]  # what all runs of the regime share
+
+    @property
+    def key(self) -> str:
+        """The same for the same run, whenever it is asked for."""
+        return hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
+
+    @property
+    def all_overrides(self) -> list[str]:
+        return [*self.common, f"method={self.method}", *self.overrides, f"run.seed={self.seed}"]
+
+
+class Plan(NamedTuple):
+    """An experiment: for each method the values of each of its keys."""
+
+    name: str
+    size: str
+    objective: str  # the column of metrics.jsonl that is drawn
+    common: tuple[str, ...]
+    grids: dict[str, dict[str, list[float]]]
+    regimes: tuple[str, ...]
+    seeds: int
+
+    def tuning(self) -> Iterator[Job]:
+        for regime in self.regimes:
+            for method, grid in self.grids.items():
+                for values in product(*grid.values()):
+                    chosen = tuple(f"{key}={value:.10g}" for key, value in zip(grid, values, strict=True))
+                    yield Job(regime, method, chosen, 0, self._shared(regime))
+
+    def final(self, job: Job) -> Iterator[Job]:
+        """The winner of a grid again, with other seeds than the one it won with."""
+        for seed in range(1, self.seeds + 1):
+            yield job._replace(seed=seed)
+
+    def _shared(self, regime: str) -> tuple[str, ...]:
+        return (*self.common, f"cluster.profile={regime}", "run.trace=false")
+
+
+def quadratic(size: str, seeds: int) -> Plan:
+    """n = 6174 workers, d = 1729, 2000 virtual seconds; ``smoke`` the same in small."""
+    thresholds = [1.0, 2, 4, 6, 8, 16, 32]
+    grids: dict[str, dict[str, list[float]]] = {
+        "ringmaster": {"method.eta": _powers(-6, 1), "method.threshold": thresholds},
+        "ringmaster_agnostic": {"method.eta": _powers(-4, 3)},
+        "rennala": {"method.eta": _powers(-6, 1), "method.batch": thresholds},
+        "delay_adaptive": {"method.eta": _powers(-8, -1)},
+    }
+    common: tuple[str, ...] = ("experiment=paper_quadratic", "simulation.engine=compiled")
+    if size == "smoke":
+        grids = {
+            "ringmaster": {"method.eta": [0.04, 0.2], "method.threshold": [2.0, 8]},
+            "ringmaster_agnostic": {"method.eta": [1.0, 5]},
+            "rennala": {"method.eta": [0.04, 0.2], "method.batch": [2.0, 8]},
+            "delay_adaptive": {"method.eta": [0.0016, 0.008]},
+        }
+        common = ("problem.dim=50", "cluster.workers=20", "budget.seconds=200", "simulation.engine=core")
+    return Plan("quadratic", size, "gap", common, grids, REGIMES, seeds)
+
+
+def nanochat(size: str, seeds: int, workers: int) -> Plan:
+    """The paper's model and grids on 8 or 32 workers; ``cpu`` the tiny model on the standard library."""
+    grids: dict[str, dict[str, list[float]]] = {
+        "ringmaster": {"method.eta": _powers(-2, 1), "method.threshold": [1.0, 2, 4, 8, 16]},
+        "ringmaster_agnostic": {"method.eta": _powers(-2, 2)},
+        "rennala": {"method.eta": [5.0], "method.batch": [1.0, 2, 4, 8, 16]},
+        "delay_adaptive": {"method.eta": _powers(-2, 1)},
+    }
+    common: tuple[str, ...] = ("problem=nanochat", f"cluster.workers={workers}", "run.samples=50")
+    if size == "full":
+        common += ("model=nanochat_d6", "data=climbmix", "cluster.unit_seconds=0.02274", "budget.seconds=500")
+    elif size == "cpu":
+        common += ("model=nanochat_tiny", "data=stdlib", "cluster.unit_seconds=1", "budget.seconds=200")
+    else:
+        grids = {
+            "ringmaster": {"method.eta": [1.0, 5], "method.threshold": [4.0]},
+            "rennala": {"method.eta": [5.0], "method.batch": [2.0]},
+        }
+        common = ("problem=nanochat", "cluster.workers=3", "run.samples=4", "eval.every=1", "budget.seconds=4",
+                  "model.n_layer=1", "model.sequence_len=32", "problem.validation_rows=4")  # fmt: skip
+    return Plan("nanochat", size, "loss", common, grids, REGIMES, seeds)

@@ -1,0 +1,110 @@
+"""Runs a plan: in parallel, one thread each, and never what is there already.
+
+Each result is a file that appears whole, so a plan that was interrupted at any time goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ringmaster_dist.experiment.plan import Job, Plan
+
+Progress = Callable[[float, str], None]
+
+
+class Result(NamedTuple):
+    job: Job
+    curve: list[tuple[float, float]]  # virtual seconds, objective
+    updates: int
+    wall_seconds: float
+
+    @property
+    def final(self) -> float:
+        """The objective at the end; infinite where it was lost on the way."""
+        value = self.curve[-1][1] if self.curve else math.inf
+        return value if math.isfinite(value) else math.inf
+
+
+class Outcome(NamedTuple):
+    plan: Plan
+    tuning: list[Result]
+    winners: dict[tuple[str, str], Job]  # by regime and method
+    final: list[Result]
+
+
+def run(plan: Plan, folder: Path, jobs: int, progress: Progress = lambda fraction, text: None) -> Outcome:
+    """Tunes every method in every regime, then runs the winners with other seeds."""
+    folder = folder / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    tuning_jobs = list(plan.tuning())
+    groups = len({(job.regime, job.method) for job in tuning_jobs})
+    share = len(tuning_jobs) / (len(tuning_jobs) + groups * plan.seeds)
+    tuning = _all(tuning_jobs, plan, folder, jobs, lambda f, text: progress(share * f, f"tuning {text}"))
+    winners: dict[tuple[str, str], Job] = {}
+    for result in sorted(tuning, key=lambda r: r.final):
+        winners.setdefault((result.job.regime, result.job.method), result.job)
+    final_jobs = [job for winner in winners.values() for job in plan.final(winner)]
+    final = _all(final_jobs, plan, folder, jobs, lambda f, text: progress(share + (1 - share) * f, f"winners {text}"))
+    return Outcome(plan, tuning, winners, final)
+
+
+def _all(jobs: Iterable[Job], plan: Plan, folder: Path, processes: int, progress: Progress) -> list[Result]:
+    """The results in the order of the jobs."""
+    wanted = list(jobs)
+    missing = [job for job in wanted if not (folder / f"{job.key}.json").exists()]
+    if missing:
+        began, done = time.monotonic(), 0
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("forkserver")
+        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+            futures = [pool.submit(_play, job, plan.objective, folder) for job in missing]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    done += 1
+                    left = (time.monotonic() - began) / done * (len(missing) - done)
+                    text = f"{done} of {len(missing)}, about {left / 60:.1f} min left"
+                    progress((len(wanted) - len(missing) + done) / len(wanted), text)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return [_read(job, folder) for job in wanted]
+
+
+def _play(job: Job, objective: str, folder: Path) -> None:
+    """In a process of its own."""
+    import torch
+
+    from ringmaster_dist.config.compose import load
+    from ringmaster_dist.observe.run_directory import RunDirectory
+    from ringmaster_dist.simulation.session import simulate
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        summary = simulate(load(job.all_overrides), RunDirectory(scratch, name="experiment"))
+        rows = [json.loads(line) for line in Path(scratch, "metrics.jsonl").read_text().splitlines()]
+    curve = [(row["time"], row[objective]) for row in rows if objective in row]
+    record = {
+        "job": job._asdict(),
+        "curve": curve,
+        "updates": summary["updates"],
+        "wall_seconds": summary["wall_seconds"],
+    }
+    temporary = folder / f".{job.key}-{os.getpid()}"
+    temporary.write_text(json.dumps(record))
+    temporary.replace(folder / f"{job.key}.json")
+
+
+def _read(job: Job, folder: Path) -> Result:
+    record: dict[str, Any] = json.loads((folder / f"{job.key}.json").read_text())
+    curve = [(float(time), float(value)) for time, value in record["curve"]]
+    return Result(job, curve, record["updates"], record["wall_seconds"])
