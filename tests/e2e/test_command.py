@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -89,6 +90,21 @@ def test_a_seed_repeats_a_run_exactly(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["advise", "times=3"],
+        ["theory", "times=1,0"],
+        ["theory", "times=a"],
+        ["theory", "times=1", "gpus"],
+        ["theory", "run=nowhere"],
+        ["theory", "thresholds=0"],
+        ["experiment", "cubic"],
+        ["experiment", "quadratic", "size=huge"],
+        ["experiment", "quadratic", "regimes=odd"],
+        ["experiment", "quadratic", "seeds=0"],
+        ["profile", "steps=1"],
+        ["sample", "nowhere"],
+        ["eval"],
+        ["export", "nowhere"],
+        ["data", "eat"],
         ["simulate", "method.etaa=1"],
         ["simulate", "method=unknown"],
         ["simulate", "method.eta=-1"],
@@ -178,7 +194,111 @@ def test_the_wheel_carries_the_configs(tmp_path):
     assert done.stdout.split() == [str(tmp_path / "site/ringmaster_dist/_configs"), "8"], done.stderr
 
 
-@pytest.mark.parametrize("name", ["update", "simulator"])
+def test_your_own_model_as_the_readme_says(tmp_path):
+    """The text of the README, word for word: trained, replayed and simulated."""
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## Your own model") : text.index("## Simulate")]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "my_problem.py").write_text(code)
+    (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    outputs = []
+    for line in commands.splitlines():
+        done = ringmaster(*shlex.split(line)[1:], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert "the same bits" in outputs[1]
+    summary = json.loads((tmp_path / "runs/mine/summary.json").read_text())
+    first = json.loads((tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()[0])
+    assert summary["final_loss"] < 0.7 * first["loss"]
+    wrong = ringmaster("train", "problem=python", "problem.target=my_problem:nothing", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "cannot be imported" in wrong.stderr
+    unknown = ringmaster(
+        "train", "problem=python", "problem.target=my_problem:factory", "problem.args.depth=3", cwd=tmp_path
+    )
+    assert unknown.returncode == 2
+    assert "depth" in unknown.stderr
+
+
+def test_nanochat_from_training_to_text(tmp_path):
+    """The main job, shortened: trained over RPC, replayed to the same bits, evaluated, sampled, exported, loaded."""
+    run = tmp_path / "run"
+    short = ["budget.updates=160", "cluster.unit_seconds=0.05", "method.decay_updates=0", f"run.dir={run}"]
+    short.append("cluster.batch=[4,2]")
+    trained = ringmaster("train", "experiment=nanochat_local", *short)
+    assert trained.returncode == 0, trained.stderr
+    assert "a sample" in trained.stdout
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["final_loss"] < 6.3  # guessing is ln(1024) = 6.93
+    assert "the same bits" in ringmaster("replay", str(run)).stdout
+    evaluated = ringmaster("eval", str(run), "--rows", "32")
+    assert f"loss {summary['final_loss']:.4f}" in evaluated.stdout, evaluated.stderr
+    weights = tmp_path / "weights.safetensors"
+    assert ringmaster("export", str(run), str(weights)).returncode == 0
+    assert f"loss {summary['final_loss']:.4f}" in ringmaster("eval", str(weights), "--rows", "32").stdout
+    texts = [
+        ringmaster("sample", str(place), "--prompt", "import ", "--tokens", "20").stdout for place in (run, weights)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("import ")
+    assert len(texts[0]) > 20
+    long = ringmaster("sample", str(run), "--prompt", "word " * 500)
+    assert (long.returncode, "context is 128" in long.stderr) == (2, True)
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("n_layer: 4", "n_layer: 3"))
+    other = ringmaster("eval", str(run))
+    assert (other.returncode, "another model" in other.stderr) == (2, True)
+
+
+def test_an_experiment_is_reproduced_and_resumed(tmp_path):
+    """In small: every method tuned, tables, figure and words; again from what is there, byte for byte."""
+    command = ["experiment", "quadratic", "size=smoke", "seeds=2", "regimes=sublinear,linear"]
+    done = ringmaster(*command, f"dir={tmp_path}/a")
+    assert done.returncode == 0, done.stderr
+    assert "Best first: ringmaster" in done.stdout[done.stdout.index("## linear") :]
+    assert (tmp_path / "a/quadratic.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "a/quadratic.pdf").read_bytes()[:4] == b"%PDF"
+    tables = {name: (tmp_path / "a" / name).read_bytes() for name in ("tuning.csv", "curves.csv")}
+    assert tables["tuning.csv"].count(b"\n") == 1 + 2 * (4 + 2 + 4 + 2)
+    lost = sorted((tmp_path / "a/runs").glob("*.json"))[::3]
+    for path in lost:  # as if it had been interrupted
+        path.unlink()
+    ringmaster(*command, f"dir={tmp_path}/a")
+    assert {name: (tmp_path / "a" / name).read_bytes() for name in tables} == tables
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["times=1,2,4"], ["H_3 = 1.714", "3 workers"]),
+        (["gpus", "updates=100"], ["7 workers, 0.01418 to 0.2152 s"]),
+        (["cluster.workers=4", "cluster.phases=[{start_seconds: 9, rate: 0.5, workers: [0]}]"], ["T by phases"]),
+        ([f"method.constants.{name}=1" for name in ("smoothness", "noise", "initial_gap")], ["Theorem 1"]),
+    ],
+)
+def test_theory_is_told(arguments, words, tmp_path):
+    done = ringmaster("theory", *arguments, f"plot={tmp_path}/plot.png")
+    assert done.returncode == 0, done.stderr
+    for word in words:
+        assert word in done.stdout
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_advice_is_given():
+    """On a cluster with one hopeless worker: it starves, and a threshold is named."""
+    done = ringmaster("advise", "times=1,1,1,500", "thresholds=1,2,4,8")
+    assert done.returncode == 0, done.stderr
+    assert "1 of 4" in done.stdout
+    assert "advice: method=ringmaster method.threshold=" in done.stdout
+
+
+def test_the_nanochat_experiment_in_small(tmp_path):
+    done = ringmaster("experiment", "nanochat", "size=smoke", "seeds=1", "regimes=linear", f"dir={tmp_path}/n")
+    assert done.returncode == 0, done.stderr
+    assert "Best first" in done.stdout
+    assert (tmp_path / "n/nanochat.png").exists()
+
+
+@pytest.mark.parametrize("name", ["update", "simulator", "exchange"])
 def test_benches_report(name):
     done = ringmaster("bench", name, "--quick", "--json")
     assert done.returncode == 0, done.stderr
