@@ -174,10 +174,10 @@ def _serve(wire: Wire) -> None:
     from ringmaster_dist.algorithm.update import Update
     from ringmaster_dist.server.core import ServerCore
     from ringmaster_dist.server.service import Service, Settings
-    from ringmaster_dist.transport.memory import keep_memory
+    from ringmaster_dist.transport.memory import return_memory
     from ringmaster_dist.transport.star import Host
 
-    keep_memory()
+    return_memory()
     layout = Layout(paper_parameters(), GEOMETRY_MAPS["muon"])
     update = Update(layout)
     update.apply = lambda *arguments, **settings: None  # type: ignore[method-assign]

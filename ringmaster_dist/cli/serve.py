@@ -128,10 +128,10 @@ def serve(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Serves until the budget is used up or a stop is asked for; returns the summary, which is written too."""
-    from ringmaster_dist.transport.memory import keep_memory
+    from ringmaster_dist.transport.memory import return_memory
 
     began = time.monotonic()
-    keep_memory()
+    return_memory()
     try:
         directory.lock()
     except RunDirectoryError as error:

@@ -217,8 +217,8 @@ def test_a_stopped_run_is_resumed(tmp_path):
 
 
 def test_the_server_s_memory_stays_as_it_is(tmp_path):
-    """Over ten thousand updates, after the first thousand."""
-    with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=20000", "budget.updates=11000") as run:
+    """Over ten thousand updates, after the first thousand; and with big iterates it is what they need and no more."""
+    with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=2000", "budget.updates=11000") as run:
         until(lambda: run.version() > 1000, "the first thousand")
         early, server = resident_bytes(run.server()), run.server()
         late = early
@@ -227,6 +227,16 @@ def test_the_server_s_memory_stays_as_it_is(tmp_path):
         summary = check_finished(run)
     assert summary["updates"] == 11000
     assert late - early < 20e6, f"it grew by {(late - early) / 1e6:.1f} MB"
+
+    big, size = ["cluster.profile=none", "problem.dim=1000000", "checkpoint.every=null", "run.samples=1"], 8e6
+    with Run(tmp_path / "big", *big, "budget.updates=400") as run:
+        server, most = run.server(), 0
+        while run.process.poll() is None:
+            most = max(most, resident_bytes(server))
+        check_finished(run)
+    iterate_momentum_scratch, snapshots, gradients, evaluation = 3, 3 + 1, 3, 3  # of three workers
+    needed = (iterate_momentum_scratch + snapshots + gradients + evaluation) * size
+    assert most - early < needed + 20e6, f"{(most - early) / 1e6:.0f} MB, needed {needed / 1e6:.0f}"
 
 
 def resident_bytes(pid):
