@@ -12,6 +12,7 @@ BENCHES = {
     "gradient": "a gradient of the paper's model, beside a plain loop over the same module",
     "exchange": "a push and the snapshot that comes back, beside the same bytes over plain TCP",
     "efficiency": "gradients delivered by paced workers, beside the sum of their rates; interruption",
+    "overhead": "what measuring a run costs the server, beside not measuring it",
 }
 
 _HELP = """ringmaster bench [NAME ...] [--quick] [--json]

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire
+from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire, tokens_of_slot
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError, export_weights
 from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.problems import Problem
-from ringmaster_dist.protocol import Push, Receipt, Verdict
+from ringmaster_dist.protocol import Push, Receipt
 from ringmaster_dist.server.checkpoints import Checkpoints
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
@@ -36,18 +37,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-_SMOOTHING = 0.05  # weight of the newest loss in the smoothed one
 _SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port back
 
 
 class Journal:
     """Writes what the service tells: the trace and the members. Called under the service's lock."""
 
-    def __init__(self, directory: RunDirectory, sizes: Mapping[str, int]) -> None:
+    def __init__(self, directory: RunDirectory, sizes: Mapping[str, int], measured: Metrics) -> None:
+        self._measured = measured
         self._trace = directory.open_trace(sizes.get("trace.jsonl", 0))
         self._members = directory.open_rows("members.jsonl", sizes.get("members.jsonl", 0))
         self.metrics = directory.open_rows("metrics.jsonl", sizes.get("metrics.jsonl", 0))  # not by the service
-        self.train_loss: float | None = None  # of accepted gradients, smoothed
         self._lines = {
             "trace.jsonl": self._trace.lines,
             "members.jsonl": self._members.lines,
@@ -55,10 +55,8 @@ class Journal:
         }
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None:
+        self._measured.arrival(time, worker, push, receipt)
         # Of a gradient on a lost line of history the trace names the last version that was not lost.
-        if receipt.verdict is Verdict.ACCEPTED:
-            before = push.loss if self.train_loss is None else self.train_loss
-            self.train_loss = before + _SMOOTHING * (push.loss - before)
         shared, extra = receipt.version - receipt.delay, f', "term": {push.term}'
         if shared < push.gradient_version:
             extra += f', "lost_version": {push.gradient_version}'
@@ -140,7 +138,8 @@ def serve(
     core = build_core(config, problem)
     checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
     state = _restore(core, checkpoints, directory)
-    journal = Journal(directory, state["files"] if state else {})
+    metrics = Metrics(core.update.layout, core.version, tokens_of_slot(config))
+    journal = Journal(directory, state["files"] if state else {}, metrics)
     writer = CheckpointWriter(checkpoints, journal, config.checkpoint.every, core)
     torch.set_num_threads(config.server.compute_threads)
     fingerprint = build_fingerprint(core.update.layout, problem)
@@ -163,9 +162,10 @@ def serve(
             due = problem.quick_to_evaluate or core.version >= next_evaluation
             if due:
                 next_evaluation = core.version + config.eval.every
-            journal.metrics.write(_measurement(service, journal, problem if due else None))
+            evaluation = problem.evaluate(core.snapshot.iterate) if due else {}
+            journal.metrics.write(metrics.row(service, evaluation, host.num_connected))
     stopped = should_stop()
-    journal.metrics.write(_measurement(service, journal, problem))
+    journal.metrics.write(metrics.row(service, problem.evaluate(core.snapshot.iterate), host.num_connected))
     writer.wait()
     writer.write(service.capture())
     service.wait_until_all_left(config.server.farewell_seconds)
@@ -247,22 +247,6 @@ def _listen(service: Service, config: Config, directory: RunDirectory) -> Host:
                 raise UserError(
                     f"{where} cannot be listened on ({error.strerror}): choose another, or server.port=0"
                 ) from error
-
-
-def _measurement(service: Service, journal: Journal, problem: Problem | None) -> dict[str, Any]:
-    """A row of metrics.jsonl; with an evaluation, if there is a problem to ask for it."""
-    core = service.core
-    snapshot, seconds = core.snapshot, service.seconds
-    return {
-        "time": seconds,
-        "version": snapshot.version,
-        **(problem.evaluate(snapshot.iterate) if problem else {}),
-        "train_loss": journal.train_loss,
-        "accepted": core.accepted,
-        "stale": core.stale,
-        "invalid": core.invalid,
-        "workers": len(core.live),
-    }
 
 
 def _summary(config: Config, problem: Problem, service: Service, ended: str, wall_seconds: float) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def training_loss(recording: Recording, tokens: np.ndarray | None) -> Series:
 def evaluations(recording: Recording, tokens: np.ndarray | None) -> tuple[str, Series]:
     """What was measured at the iterate itself, and its name: the gap, or the validation loss."""
     for name in OBJECTIVES:
-        rows = [row for row in recording.metrics if _is_number(row.get(name))]
+        rows = [row for row in recording.metrics if is_number(row.get(name))]
         if rows:
             return name, _of_rows(rows, name, recording, tokens)
     return "", {"time": [], "updates": [], "value": []}
@@ -155,5 +155,5 @@ def numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in np.asarray(values, float).tolist()]
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)

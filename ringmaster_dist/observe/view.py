@@ -96,7 +96,7 @@ def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndar
     used, wasted = (sum(worker[key] for worker in workers) for key in ("used_seconds", "wasted_seconds"))
     evaluation: dict[str, float] = {}
     for row in recording.metrics:
-        evaluation.update({k: row[k] for k in (*curves.OBJECTIVES, "bits_per_byte") if row.get(k) is not None})
+        evaluation.update({k: row[k] for k in (*curves.OBJECTIVES, "bits_per_byte") if curves.is_number(row.get(k))})
     return {
         "updates": int(summary.get("updates", updates)),
         "seconds": seconds,

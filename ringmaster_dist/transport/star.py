@@ -103,6 +103,11 @@ class Host:
         agent = _start_agent(store, _SERVER, 0, 1, self._threads, self._timeout)
         return agent, int(store.get(f"addrs/{_SERVER}").decode().rpartition(":")[2])
 
+    @property
+    def num_connected(self) -> int:
+        """How many connections workers have opened so far; one that connects anew counts again."""
+        return int(self._store.add("joined", 0))
+
     def close(self) -> None:
         """Ends the serving. One whose agent was replaced is ended by the end of the process alone."""
         self._guard.close()
