@@ -12,6 +12,8 @@ from ringmaster_dist.transport.quiet import quiet_environment
 COMMANDS = {
     "train": "train in real time: a server and workers of unequal pace, over torch RPC",
     "report": "draw what runs did: figures and a page",
+    "watch": "show a run that is going on in the browser",
+    "dashboard": "make the wandb workspace for a run's project",
     "replay": "recompute a real run from its trace and compare the bits",
     "eval": "evaluate a run's weights",
     "sample": "generate text with a trained model",

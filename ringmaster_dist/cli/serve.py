@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ringmaster_dist.cli.logger import open_logger, tell_the_end
 from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire, tokens_of_slot
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
@@ -93,6 +94,7 @@ class CheckpointWriter:
         self._every = every or math.inf
         self._next: float = core.version + self._every
         self._thread: threading.Thread | None = None
+        self.on_written: Callable[[Path], None] = lambda path: None  # told of each
 
     def due(self, version: int) -> bool:
         return version >= self._next and not (self._thread and self._thread.is_alive())
@@ -107,9 +109,11 @@ class CheckpointWriter:
         version = state["version"]
         try:
             self._journal.sync()
-            self._checkpoints.save(state, term=self._core.term, pushes=sum(state["counters"]), version=version)
+            path = self._checkpoints.save(state, term=self._core.term, pushes=sum(state["counters"]), version=version)
         except OSError as error:
             log.warning("server v=%d: THE CHECKPOINT WAS NOT WRITTEN: %s; training goes on", version, error)
+            return
+        self.on_written(path)
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -152,6 +156,8 @@ def serve(
     directory.write_secret("address", host.address)
     announce(host.address)
 
+    logger = open_logger(config, directory, config_text)
+    writer.on_written = lambda path: logger.file(path, "checkpoint")
     interval = (config.budget.seconds or 60.0) / config.run.samples
     next_sample, next_evaluation = service.seconds, core.version
     while not service.ended.wait(_POLL_SECONDS):
@@ -163,9 +169,13 @@ def serve(
             if due:
                 next_evaluation = core.version + config.eval.every
             evaluation = problem.evaluate(core.snapshot.iterate) if due else {}
-            journal.metrics.write(metrics.row(service, evaluation, host.num_connected))
+            row = metrics.row(service, evaluation, host.num_connected)
+            journal.metrics.write(row)
+            logger.row(row)
     stopped = should_stop()
-    journal.metrics.write(metrics.row(service, problem.evaluate(core.snapshot.iterate), host.num_connected))
+    row = metrics.row(service, problem.evaluate(core.snapshot.iterate), host.num_connected)
+    journal.metrics.write(row)
+    logger.row(row)
     writer.wait()
     writer.write(service.capture())
     service.wait_until_all_left(config.server.farewell_seconds)
@@ -178,6 +188,7 @@ def serve(
     )
     directory.write_summary(summary)
     host.close()
+    tell_the_end(logger, config, problem, core, directory, summary)
     return summary
 
 
