@@ -24,6 +24,7 @@ COMMANDS = {
     "theory": "the paper's time bounds for a cluster: useful workers, seconds per update",
     "advise": "simulate methods and thresholds on a cluster and recommend one",
     "experiment": "reproduce an experiment of the paper: grids, figure, summary",
+    "doctor": "look for what commonly breaks a cluster, on this machine or towards a server",
     "bench": "measure this system beside its alternatives",
 }
 

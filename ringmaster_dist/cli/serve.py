@@ -155,6 +155,7 @@ def serve(
     service.start()
     directory.write_secret("address", host.address)
     announce(host.address)
+    host.tell(token)
 
     logger = open_logger(config, directory, config_text)
     writer.on_written = lambda path: logger.file(path, "checkpoint")
@@ -163,6 +164,7 @@ def serve(
     while not service.ended.wait(_POLL_SECONDS):
         if should_stop():
             service.end()
+        host.beat()
         if service.seconds >= next_sample:
             next_sample = service.seconds + interval
             due = problem.quick_to_evaluate or core.version >= next_evaluation

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from ringmaster_dist.observe.watch import Watcher
 from tests.e2e.browser import open_page
 
 pytestmark = pytest.mark.e2e
@@ -40,14 +41,9 @@ def ringmaster(*arguments):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     ringmaster("train", f"run.dir={folder}/real", "problem.dim=50", "method.threshold=2", "budget.updates=150")
-    for workers in (5, 40):
-        ringmaster(
-            "simulate",
-            f"run.dir={folder}/{workers}",
-            "problem.dim=20",
-            f"cluster.workers={workers}",
-            "budget.seconds=40",
-        )
+    ringmaster(
+        "simulate", "-m", f"run.dir={folder}/many", "problem.dim=20", "cluster.workers=5,40", "budget.seconds=40"
+    )
     return folder
 
 
@@ -65,10 +61,10 @@ def check(dom, picture, console):
 
 
 def test_one_run_in_the_browser(runs, tmp_path):
-    ringmaster("report", f"{runs}/real", "--out", str(tmp_path / "out"))
+    report = runs / "real/report"  # drawn at the end of the run
     for name in ("loss.png", "delays.png", "workers.png"):
-        assert (tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG"
-    dom, picture, console = visit(tmp_path / "out/report.html", tmp_path)
+        assert (report / name).read_bytes()[:4] == b"\x89PNG"
+    dom, picture, console = visit(report / "report.html", tmp_path)
     check(dom, picture, console)
     for words in (
         "Objective gap",
@@ -80,6 +76,16 @@ def test_one_run_in_the_browser(runs, tmp_path):
     ):
         assert words in dom
     assert dom.count("<canvas") == 2
+    data = json.loads((report / "report.html").read_text().partition('id="data">')[2].partition("</script>")[0])[
+        "runs"
+    ][0]
+    summary = json.loads((runs / "real/summary.json").read_text())
+    for key in ("updates", "accepted", "stale", "invalid", "interrupted"):
+        assert data["totals"][key] == summary[key]
+    assert data["totals"]["wasted_fraction"] == pytest.approx(summary["wasted_fraction"])
+    assert {str(w["worker"]): w["accepted"] for w in data["workers"]} == {
+        name: worker["accepted"] for name, worker in summary["per_worker"].items()
+    }
 
 
 def test_several_runs_and_a_crashed_one(runs, tmp_path):
@@ -88,21 +94,34 @@ def test_several_runs_and_a_crashed_one(runs, tmp_path):
     (crashed / "summary.json").unlink()
     with (crashed / "trace.jsonl").open("a") as trace:
         trace.write('{"time": 3.0, "wor')
-    ringmaster("report", f"{runs}/5", f"{runs}/40", str(crashed), "--out", str(tmp_path / "out"))
+    ringmaster("report", f"{runs}/many/0", f"{runs}/many/1", str(crashed), "--out", str(tmp_path / "out"))
     dom, picture, console = visit(tmp_path / "out/report.html", tmp_path)
     check(dom, picture, console)
     assert "3 runs" in dom
     assert "workers=40" in dom
 
 
-def test_figures_agree_with_the_summary(runs, tmp_path):
-    ringmaster("report", f"{runs}/real", "--out", str(tmp_path))
-    text = (tmp_path / "report.html").read_text()
-    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
-    summary = json.loads((runs / "real/summary.json").read_text())
-    for key in ("updates", "accepted", "stale", "invalid", "interrupted"):
-        assert data["totals"][key] == summary[key]
-    assert data["totals"]["wasted_fraction"] == pytest.approx(summary["wasted_fraction"])
-    assert {str(w["worker"]): w["accepted"] for w in data["workers"]} == {
-        name: worker["accepted"] for name, worker in summary["per_worker"].items()
-    }
+def test_the_live_page_follows_the_run(runs, tmp_path):
+    """What is served at first is half of the run; when the browser asks again, the rest has been written."""
+    run = tmp_path / "run"
+    shutil.copytree(runs / "real", run, ignore=shutil.ignore_patterns("report", "summary.json"))
+    trace = (run / "trace.jsonl").read_text().splitlines(keepends=True)
+    (run / "trace.jsonl").write_text("".join(trace[:60]))
+    (run / "metrics.jsonl").unlink()
+    watcher = Watcher(run)
+    served = watcher._current
+
+    def current():
+        shown = served()
+        (run / "trace.jsonl").write_text("".join(trace))
+        return shown
+
+    watcher._current = current
+    try:
+        dom, _, console = open_page(watcher.url, tmp_path, milliseconds=6000)
+    finally:
+        watcher.close()
+    assert console == ""
+    assert int(dom.partition('data-drawn="')[2].partition('"')[0]) >= 2
+    assert "<b>150</b><span>updates</span>" in dom
+    assert "going on" in dom

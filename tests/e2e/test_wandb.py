@@ -74,8 +74,9 @@ def test_an_offline_run_is_read_back_and_gone_on_with(tmp_path):
 def test_no_network_or_key_leaves_an_offline_run(environment, tmp_path):
     """A machine without network that has a key; and one without a key."""
     home = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path)}
-    done = ringmaster("train", *QUICK, f"run.dir={tmp_path}/run", "budget.updates=60", "logger=wandb",
-                      "logger.init_seconds=2", **environment, **home)  # fmt: skip
+    what = ["simulate", "problem.dim=10", "cluster.workers=2", "budget.seconds=60"]
+    done = ringmaster(*what, f"run.dir={tmp_path}/run", "budget.updates=60", "logger=wandb", "logger.init_seconds=2",
+                      **environment, **home)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "wandb sync" in done.stderr
     assert "Traceback" not in done.stderr
