@@ -54,8 +54,9 @@ def _versions(about: dict[str, object]) -> Finding:
         return Finding("versions", False, f"{there}, here {mine['program']} ({mine['protocol']}): install the same")
     for name in ("torch", "python"):
         if _minor(about[name]) != _minor(mine[name]):
-            return Finding("versions", False, f"the server has {name} {about[name]}, here is {mine[name]}: install the same, or "
-                           "messages may not be understood")  # fmt: skip
+            there = f"the server has {name} {about[name]}, here is {mine[name]}"
+            return Finding("versions", False, f"{there}: install the same, "
+                           "or messages may not be understood")  # fmt: skip
     return Finding("versions", True, f"as the server's: torch {about['torch']}, Python {about['python']}")
 
 
