@@ -67,8 +67,8 @@ def _spans(recording: Recording, worker: int, mine: np.ndarray) -> _Spans:
     trace = recording.trace
     stopped = recording.summary.get("per_worker", {}).get(str(worker), {}).get("interrupted", 0)
     if not len(mine):  # everything it began was stopped
-        kind = _INTERRUPTED if stopped else _WAITING
-        return _Spans(np.zeros(1), np.array([recording.seconds]), np.array([kind]))
+        only = _INTERRUPTED if stopped else _WAITING
+        return _Spans(np.zeros(1), np.array([recording.seconds]), np.array([only]))
     arrived, sequence = trace["time"][mine], trace["sequence"][mine]
     began = np.maximum(arrived - trace["compute_seconds"][mine], 0.0)
     before = np.concatenate(([0.0], arrived[:-1]))

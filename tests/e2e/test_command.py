@@ -112,6 +112,12 @@ def test_a_seed_repeats_a_run_exactly(tmp_path):
         ["simulate", "--cfg", "hydra"],
         ["simulat"],
         ["bench", "nothing"],
+        ["report"],
+        ["report", "nowhere"],
+        ["report", "tests", "--colour", "red"],
+        ["watch", "tests"],
+        ["dashboard", "tests"],
+        ["doctor", "somewhere"],
     ],
 )
 def test_mistakes_exit_with_2_and_one_line(arguments):

@@ -66,7 +66,8 @@ def test_a_terminal_of_20_columns_breaks_nothing(tmp_path):
     assert "48%" in screen.getvalue()
     worker = {"accepted": 1, "stale": 0, "invalid": 0, "interrupted": 0, "base_seconds": 0.1, "wasted_seconds": 0.0}
     summary = {"method": "ringmaster", "num_workers": 1, "profile": "linear", "clock": "real", "final_loss": 1.0,
-               "updates": 1, "final_bits_per_byte": 0.5, "seconds": 1.0, "pushes": 1, "accepted": 1, "stale": 0, "invalid": 0,
+               "updates": 1, "final_bits_per_byte": 0.5, "seconds": 1.0, "pushes": 1, "accepted": 1, "stale": 0,
+               "invalid": 0,
                "interrupted": 0, "wasted_fraction": 0.0, "synchronous_updates": 0, "per_worker": {"0": worker},
                "per_worker_omitted": 0}  # fmt: skip
     print_summary(console, summary, 2.0, tmp_path)
