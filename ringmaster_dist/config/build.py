@@ -52,6 +52,7 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
         seed=config.run.seed,
         device=device,
         precision=problem.precision,
+        attention=problem.attention,
         compiled=problem.compile,
         clip=problem.clip,
     )

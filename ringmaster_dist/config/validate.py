@@ -87,7 +87,8 @@ def _validate_nanochat(config: Config) -> None:
         raise UserError(f"problem.micro_batch={problem.micro_batch}: must divide problem.batch={problem.batch}")
     if problem.clip is not None:
         _above("problem.clip", problem.clip, 0)
-    _one_of("problem.precision", problem.precision, ("auto", "float32", "bfloat16"))
+    _one_of("problem.precision", problem.precision, ("auto", "float32", "bfloat16", "float16"))
+    _one_of("problem.attention", problem.attention, ("auto", "sdpa"))
     for name in ("n_layer", "n_head", "n_kv_head", "sequence_len"):
         _at_least(f"model.{name}", getattr(model, name), 1)
     _at_least("model.n_embd", model.n_embd, 32)
