@@ -29,7 +29,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 @lru_cache(maxsize=2)
 def _flex(compiled: bool) -> Callable[..., Any]:
     """Without compilation it computes all scores, seen or not: good for a test on a CPU."""
-    return torch.compile(flex_attention) if compiled else flex_attention
+    plain: Any = flex_attention
+    return torch.compile(plain) if compiled else plain
 
 
 @lru_cache(maxsize=32)
