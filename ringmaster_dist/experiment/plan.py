@@ -90,11 +90,11 @@ def nanochat(size: str, seeds: int, workers: int) -> Plan:
         "rennala": {"method.eta": [5.0], "method.batch": [1.0, 2, 4, 8, 16]},
         "delay_adaptive": {"method.eta": _powers(-2, 1)},
     }
-    common: tuple[str, ...] = ("problem=nanochat", f"cluster.workers={workers}", "run.samples=50")
+    common: tuple[str, ...] = ("problem=nanochat", f"cluster.workers={workers}", "run.samples=30", "eval.every=1")
     if size == "full":
         common += ("model=nanochat_d6", "data=climbmix", "cluster.unit_seconds=0.02274", "budget.seconds=500")
     elif size == "cpu":
-        common += ("model=nanochat_tiny", "data=stdlib", "cluster.unit_seconds=1", "budget.seconds=200")
+        common += ("model=nanochat_tiny", "data=stdlib", "cluster.unit_seconds=1", "budget.seconds=120")
     else:
         grids = {
             "ringmaster": {"method.eta": [1.0, 5], "method.threshold": [4.0]},
