@@ -50,6 +50,7 @@ def _advise(times: Sequence[float], what: str, thresholds: Sequence[int], jitter
     from rich.console import Console
     from rich.table import Table
 
+    from ringmaster_dist.algorithm.auto import AutoThreshold
     from ringmaster_dist.algorithm.methods import Method, Rennala, Synchronous
     from ringmaster_dist.algorithm.schedules import Constant
     from ringmaster_dist.simulation.forecast import Forecast, forecast
@@ -57,6 +58,7 @@ def _advise(times: Sequence[float], what: str, thresholds: Sequence[int], jitter
     horizon = _SLOWEST_GRADIENTS * times[-1]
     candidates: dict[str, Method] = {
         **{f"ringmaster R={r}": Method(Constant(0.1, 0.1, r)) for r in thresholds},
+        "ringmaster R=auto": AutoThreshold(Constant(0.1, 0.05)),
         "asynchronous": Method(Constant(0.1, 0.1, math.inf)),
         f"rennala B={len(times)}": Rennala(Constant(0.1, 0.1), len(times)),
         "synchronous": Synchronous(Constant(0.1, 0.1)),

@@ -63,7 +63,7 @@ class MethodConfig:
 
     name: str = "ringmaster"
     eta: float = 0.2
-    threshold: int | None = None
+    threshold: int | str | None = None  # a number, or auto
     batch: int | None = None
     beta: float | None = None
     schedule: str = "constant"

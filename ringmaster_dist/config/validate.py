@@ -136,8 +136,11 @@ def _validate_method(method: MethodConfig, config: Config) -> None:
         )
     if method.name == "ringmaster":
         if method.threshold is None:
-            raise UserError("method.threshold is not set: give a whole number of at least 1, such as 8")
-        if method.threshold < 1:
+            raise UserError("method.threshold is not set: give a whole number of at least 1, such as 8, or auto")
+        if isinstance(method.threshold, str):
+            if method.threshold != "auto":
+                raise UserError(f"method.threshold={method.threshold}: must be a whole number of at least 1, or auto")
+        elif method.threshold < 1:
             raise UserError(
                 f"method.threshold={method.threshold}: must be at least 1, else no gradient is ever accepted "
                 "(1 accepts only fresh ones)"

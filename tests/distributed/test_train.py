@@ -42,6 +42,21 @@ def test_a_real_run_replays_to_the_same_bits(method, tmp_path):
         assert summary["accepted"] == 180
 
 
+def test_a_threshold_chosen_on_the_way_replays(tmp_path):
+    """Also across a restart of the server, which goes on choosing where the checkpoint was."""
+    with Run(tmp_path / "run", *LONG, "method.threshold=auto", "checkpoint.every=10") as run:
+        until(lambda: run.version() > 60 and run.checkpoints(0), "the run goes on")
+        os.kill(run.server(), signal.SIGKILL)
+        until(lambda: len(run.terms()) == 2 and run.version() > run.terms()[1]["version"] + 30, "it goes on again")
+        run.process.send_signal(signal.SIGINT)
+        check_finished(run)
+    changes = [json.loads(line) for line in (tmp_path / "run/thresholds.jsonl").read_text().splitlines()]
+    assert changes
+    assert all("pace" in change["reason"] or "listening" in change["reason"] for change in changes)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert min(row["threshold"] for row in rows) < 20  # where it began
+
+
 def test_a_damaged_trace_does_not_replay(tmp_path):
     """The replay can fail: another loss, another order, a missing line, a bit of the result."""
     with Run(tmp_path / "run", "budget.updates=30") as run:

@@ -85,6 +85,7 @@ def test_printed_configuration_loads_back():
         (["problem=nanochat", "data=text"], ["data.path"]),
         (["problem=nanochat", "problem.micro_batch=3"], ["problem.micro_batch=3", "problem.batch=4"]),
         (["cluster.batch=[2]"], ["cluster.batch=[2]", "nanochat"]),
+        (["method.threshold=often"], ["method.threshold=often", "auto"]),
         (["cluster.profile=file"], ["cluster.profile_file"]),
         (["cluster.profile=file", "cluster.times=[1.0,0]"], ["cluster.times=[1.0, 0.0]", "above 0"]),
         (["cluster.profile=file", "cluster.profile_file=/nowhere"], ["cluster.profile_file=/nowhere"]),
