@@ -13,7 +13,8 @@ from ringmaster_dist.config.errors import UserError
 if TYPE_CHECKING:
     from ringmaster_dist.experiment.plan import Plan
 
-_HELP = """ringmaster experiment quadratic|nanochat|auto [size=...] [dir=...] [seeds=3] [jobs=N] [workers=8] [regimes=..]
+_HELP = """ringmaster experiment quadratic|nanochat|auto [size=...] [dir=...] [seeds=3] [jobs=N] [workers=8]
+           [regimes=...]
 
 Reproduces an experiment of the paper in virtual time: tunes every method over its grid in each delay regime under the
 same budget, runs the winners with several seeds, and writes the tables (tuning.csv, curves.csv), the figure (PNG, PDF)
