@@ -96,6 +96,7 @@ def test_a_damaged_trace_does_not_replay(tmp_path):
     assert "DIFFERENT" in replayed.stdout
 
 
+@pytest.mark.alone
 def test_interruption_saves_compute(tmp_path):
     """A worker fifty times too slow is stopped early with interruption, and delivers in vain without."""
     outcomes = {}
@@ -113,6 +114,7 @@ def test_interruption_saves_compute(tmp_path):
     assert outcomes["false"]["stale"] > 10
 
 
+@pytest.mark.alone
 def test_a_forecast_comes_true(tmp_path):
     """What virtual time says of a paced cluster, beside what that cluster then does."""
     threshold, seconds = 2, 8.0
@@ -231,6 +233,7 @@ def test_a_stopped_run_is_resumed(tmp_path):
     assert int(weights["version"]) == 70
 
 
+@pytest.mark.alone
 def test_the_server_s_memory_stays_as_it_is(tmp_path):
     """Over ten thousand updates, after the first thousand; and with big iterates it is what they need and no more."""
     with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=2000", "budget.updates=11000") as run:
