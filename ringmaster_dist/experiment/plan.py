@@ -116,6 +116,7 @@ def auto(size: str, seeds: int) -> Plan:
     etas, thresholds = _powers(-5, -1), [1.0, 2, 4, 8, 16, 32]
     common = [
         "problem.dim=300",
+        "problem.noise=0.3",  # enough to be worth averaging over many gradients
         "cluster.workers=16",
         "budget.seconds=400",
         "run.samples=100",
