@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ringmaster_dist.algorithm.methods import Change
 from ringmaster_dist.cli.logger import open_logger, tell_the_end
 from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire, tokens_of_slot
 from ringmaster_dist.config.compose import from_yaml
@@ -44,7 +45,10 @@ _SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port b
 class Journal:
     """Writes what the service tells: the trace and the members. Called under the service's lock."""
 
-    def __init__(self, directory: RunDirectory, sizes: Mapping[str, int], measured: Metrics) -> None:
+    def __init__(
+        self, directory: RunDirectory, sizes: Mapping[str, int], measured: Metrics, *, chooses: bool = False
+    ) -> None:
+        """``chooses`` is whether the method chooses its threshold, which is a file then."""
         self._measured = measured
         self._trace = directory.open_trace(sizes.get("trace.jsonl", 0))
         self._members = directory.open_rows("members.jsonl", sizes.get("members.jsonl", 0))
@@ -54,6 +58,9 @@ class Journal:
             "members.jsonl": self._members.lines,
             "metrics.jsonl": self.metrics.lines,
         }
+        if chooses:
+            self._changes = directory.open_rows("thresholds.jsonl", sizes.get("thresholds.jsonl", 0))
+            self._lines["thresholds.jsonl"] = self._changes.lines
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None:
         self._measured.arrival(time, worker, push, receipt)
@@ -67,6 +74,9 @@ class Journal:
 
     def membership(self, worker: int, event: str, pushes: int, slot: int) -> None:
         self._members.write({"worker": worker, "event": event, "pushes": pushes, "slot": slot})
+
+    def change(self, time: float, change: Change) -> None:
+        self._changes.write({"time": time, **change._asdict()})
 
     def flush(self) -> None:
         self._trace.lines.flush()
@@ -143,7 +153,8 @@ def serve(
     checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
     state = _restore(core, checkpoints, directory)
     metrics = Metrics(core.update.layout, core.version, tokens_of_slot(config))
-    journal = Journal(directory, state["files"] if state else {}, metrics)
+    chooses = config.method.threshold == "auto"
+    journal = Journal(directory, state["files"] if state else {}, metrics, chooses=chooses)
     writer = CheckpointWriter(checkpoints, journal, config.checkpoint.every, core)
     torch.set_num_threads(config.server.compute_threads)
     fingerprint = build_fingerprint(core.update.layout, problem)

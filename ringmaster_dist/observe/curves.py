@@ -65,7 +65,7 @@ def evaluations(recording: Recording, tokens: np.ndarray | None) -> tuple[str, S
 def _of_rows(rows: list[dict[str, Any]], key: str, recording: Recording, tokens: np.ndarray | None) -> Series:
     rows = rows[:: math.ceil(len(rows) / _POINTS)] + rows[-1:] if len(rows) > _POINTS else rows
     times = [row["time"] for row in rows]
-    series = {"time": numbers(times), "updates": numbers([row["version"] for row in rows])}
+    series: Series = {"time": numbers(times), "updates": numbers([row["version"] for row in rows])}
     if tokens is not None:
         series["tokens"] = numbers(np.interp(times, recording.trace["time"], tokens, left=0.0))
     return {**series, "value": numbers([row[key] for row in rows])}
@@ -117,6 +117,16 @@ def _rates_of_rows(recording: Recording) -> Series:
         "updates_per_second": numbers(change[:, 1] / width),
         "gradients_per_second": numbers(arrived / width),
     }
+
+
+def thresholds(recording: Recording) -> Series:
+    """R_k over time: as it was measured, else as it was configured; empty where there is none."""
+    rows = [row for row in recording.metrics if is_number(row.get("threshold"))]
+    if rows:
+        return _of_rows(rows, "threshold", recording, None)
+    given = recording.config["method"].get("threshold")
+    times = [0.0, recording.seconds] if is_number(given) else []
+    return {"time": numbers(times), "value": [given for _ in times]}
 
 
 def delay_histogram(recording: Recording) -> dict[str, Any]:

@@ -99,8 +99,7 @@ def _delays(view: dict[str, Any]) -> Any:
         for name, colour in (("mean", _PALETTE[0]), ("p95", _COLOURS["stale"]), ("max", _COLOURS["invalid"])):
             _plot(delay, run["over_time"]["time"], run["over_time"].get(f"delay_{name}", []), color=colour, lw=1.2,
                   label=name)  # fmt: skip
-        if run["threshold"]:
-            delay.axhline(run["threshold"], color="0.5", ls=":", label="threshold R")
+        _plot(delay, run["threshold"]["time"], run["threshold"]["value"], color="0.5", ls=":", label="threshold R")
     for axis in (accept, bars, delay):
         _legend(axis)
     delay.set_ylim(bottom=0)

@@ -69,7 +69,7 @@ def _run(recording: Recording, label: str) -> dict[str, Any]:
         "clock": "virtual" if "simulation" in recording.config else "real",
         "method": recording.config["method"]["name"],
         "problem": recording.config["problem"]["name"],
-        "threshold": recording.config["method"].get("threshold"),
+        "threshold": curves.thresholds(recording),
         "totals": _totals(recording, workers, tokens),
         "objective": objective,
         "evaluation": evaluation,

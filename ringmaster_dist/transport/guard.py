@@ -1,8 +1,8 @@
 """Keeps an RPC agent reachable whatever strangers send to its port.
 
 TensorPipe trusts who connects. A connection that is closed before it has introduced itself makes the agent stop
-listening, for good and in silence: nobody can join any more. Bytes that are not TensorPipe's are taken for a length, and
-memory for it is asked for: the loop thread ends in ``std::terminate``, which would end the process.
+listening, for good and in silence: nobody can join any more. Bytes that are not TensorPipe's are taken for a length,
+and memory for it is asked for: the loop thread ends in ``std::terminate``, which would end the process.
 
 So a thread looks after the agent. One that has stopped listening is replaced; its connections go on being served. One
 whose loop has broken is replaced too: the broken thread is put aside for good, its connections are cut, and the

@@ -84,7 +84,7 @@ function delayCard(data) {
   const run = data.runs[0], o = run.over_time, parts = run.delays.parts || {};
   const series = [["mean", "#3b7dd8"], ["p95", colour("stale")], ["max", colour("invalid")]].map(([name, tint]) => (
     { label: name, colour: tint, x: o.time, y: o["delay_" + name] || [], faint: name === "max" }));
-  if (run.threshold) series.push({ label: "threshold R", colour: colour("soft"), x: [0, run.totals.seconds], y: [run.threshold, run.threshold], dots: true });
+  if (run.threshold.value.length) series.push({ label: "threshold R", colour: colour("soft"), x: run.threshold.time, y: run.threshold.value, dots: true });
   const note = parts.compute === undefined ? "" : `of a mean of ${short(parts.compute + parts.queue)}, ${short(parts.compute)} while computing, ${short(parts.queue)} in queue and wire`;
   return card("Delay over time", note, lineChart(series, { floor: 0, from: 0 }), { id: "delay", legend: legend(series.map((s) => [s.label, s.colour, s.dots ? "dots" : s.faint ? "faint" : ""])) });
 }
