@@ -49,6 +49,8 @@ def _legend(axis: Any, most: int = 1) -> None:
 
 
 def _loss(view: dict[str, Any]) -> Any:
+    from matplotlib.ticker import EngFormatter
+
     runs = view["runs"]
     gap = all(run["objective"] == "gap" for run in runs)
     axes_shown = [("time", "seconds"), ("updates", "updates")]
@@ -67,6 +69,7 @@ def _loss(view: dict[str, Any]) -> Any:
                 _plot(axis, run["evaluation"].get(key, []), run["evaluation"]["value"], color=colour, label=shown)
         axis.set_yscale("log" if gap and axis.lines else "linear")
         axis.set_xlabel(unit)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.set_title(f"{'objective gap' if gap else 'loss'} against {key}")
         _legend(axis, 0)
     return figure

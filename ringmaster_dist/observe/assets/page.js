@@ -23,7 +23,7 @@ function pill(state) {
   return element("span", { class: kind }, state);
 }
 
-function percent(value) { return value === null || value === undefined ? "–" : (100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0) + " %"; }
+function percent(value) { return value === null || value === undefined ? "–" : (100 * value).toFixed((value > 0 && value < 0.0995) || (value > 0.9 && value < 1) ? 1 : 0) + " %"; }
 
 function heading(data) {
   const runs = data.runs, first = runs[0], title = document.getElementById("title"), state = document.getElementById("state");
