@@ -192,6 +192,7 @@ def test_the_wheel_carries_the_configs(tmp_path):
         archive.extractall(tmp_path / "site")
         names = archive.namelist()
     assert "ringmaster_dist/_configs/method/ringmaster.yaml" in names
+    assert "ringmaster_dist/observe/assets/page.js" in names
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r});"
         "from ringmaster_dist.config.compose import config_dir, load;"

@@ -2,7 +2,8 @@
 
 import json
 import os
-import queue
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import threading
 import pytest
 
 from ringmaster_dist.observe.wandb_logger import WandbLogger, WandbSettings
+from tests.distributed.processes import LONG, Run, alive, check_finished, until
 from tests.e2e.wandb_file import history, only, records
 
 pytestmark = pytest.mark.e2e
@@ -103,11 +105,25 @@ def test_a_wandb_that_hangs_costs_rows_and_nothing_else(tmp_path, monkeypatch, c
     hanging.set()
 
 
-def test_a_disk_that_takes_nothing(tmp_path, caplog):
-    """wandb has nowhere to write: it is let go with a line."""
+def test_a_full_disk_or_a_dead_wandb_do_not_stop_the_run(tmp_path):
+    """wandb's own process may write nothing any more, and is then killed."""
+    with Run(tmp_path / "run", *LONG, "logger=wandb_offline", "logger.finish_seconds=3") as run:
+        (core,) = until(lambda: run.children("wandb-core"), "wandb has started")
+        until(lambda: list(run.directory.glob("wandb/offline-run-*/*.wandb")), "wandb writes")
+        resource.prlimit(core, resource.RLIMIT_FSIZE, (512, 512))
+        version = run.version()
+        until(lambda: run.version() > version + 50, "training goes on")
+        if alive(core):
+            os.kill(core, signal.SIGKILL)
+        version = run.version()
+        until(lambda: run.version() > version + 50, "training goes on")
+        run.process.send_signal(signal.SIGINT)
+        check_finished(run)
+
+
+def test_nowhere_to_write(tmp_path, caplog):
     (tmp_path / "wandb.id").mkdir()
     logger = WandbLogger(tmp_path, WandbSettings(offline=True, project="p", finish_seconds=20), {})
     logger.row({"version": 1})
     logger.close({})
     assert "training goes on without it" in caplog.text
-    assert isinstance(logger._queue, queue.Queue)
