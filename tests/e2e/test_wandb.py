@@ -1,5 +1,6 @@
 """wandb, with real runs: what it has written is read back; what it cannot do does not stop anything."""
 
+import http.server
 import json
 import os
 import resource
@@ -72,9 +73,36 @@ def test_an_offline_run_is_read_back_and_gone_on_with(tmp_path):
     assert {name for name in drawn if name in {key for row in rows for key in row}} >= {"staleness/delay_p95"}
 
 
-@pytest.mark.parametrize("environment", [{"WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}, {}])
-def test_no_network_or_key_leaves_an_offline_run(environment, tmp_path):
-    """A machine without network that has a key; and one without a key."""
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A wandb that knows nobody."""
+
+    def do_POST(self):
+        self.send_response(401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_POST
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def refusing():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("case", ["no network", "no key", "bad key"])
+def test_no_network_or_key_leaves_an_offline_run(case, refusing, tmp_path):
+    key = {"WANDB_API_KEY": "x" * 40}
+    environment = {
+        "no network": {**key, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+        "no key": {"WANDB_BASE_URL": refusing},
+        "bad key": {**key, "WANDB_BASE_URL": refusing},
+    }[case]
     home = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path)}
     what = ["simulate", "problem.dim=10", "cluster.workers=2", "budget.seconds=60"]
     done = ringmaster(*what, f"run.dir={tmp_path}/run", "budget.updates=60", "logger=wandb", "logger.init_seconds=2",
