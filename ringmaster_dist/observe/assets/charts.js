@@ -99,6 +99,8 @@ function lineChart(series, options = {}) {
       path += `${pen ? "L" : "M"}${X(x).toFixed(1)} ${Y(Math.min(Math.max(y, y0), y1)).toFixed(1)}`;
       pen = true;
     });
+    const seen = s.y.map((y, i) => [s.x[i], y]).filter(([, y]) => y !== null);
+    if (seen.length === 1) shape(svg, "circle", { cx: X(seen[0][0]), cy: Y(seen[0][1]), r: 4, fill: s.colour });
     shape(svg, "path", { d: path, fill: "none", stroke: s.colour, "stroke-width": s.faint ? 1.3 : 2, "stroke-linejoin": "round",
       opacity: s.faint ? 0.55 : 1, ...(s.dots ? { "stroke-dasharray": "1.5 4.5", "stroke-linecap": "round", "stroke-width": 2.6 } : {}) });
   }
