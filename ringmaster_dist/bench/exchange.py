@@ -7,9 +7,7 @@ counts; widening them does not: that is done by the copy into the model and by t
 
 from __future__ import annotations
 
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,11 +16,11 @@ from typing import Any
 import torch
 
 from ringmaster_dist.bench import show
+from ringmaster_dist.bench.peers import TOKEN, Peer, serve
 from ringmaster_dist.bench.update import paper_parameters
 from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push
 from ringmaster_dist.wire import Ends, Wire
 
-_TOKEN = "bench"
 _COLUMNS = ["exchange", "relative", "ms", "worst ms", "MB each way"]
 _WIRES = {"float32": Wire(), "bfloat16": Wire(torch.bfloat16, torch.bfloat16)}
 
@@ -38,14 +36,14 @@ def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
     keep_memory()
     size = sum(parameter.size for parameter in paper_parameters())
     seconds: dict[str, list[float]] = {"raw TCP, float32": []}
-    peers = [_Peer("tcp", str(4 * size))]
+    peers = [Peer(__name__, "tcp", str(4 * size))]
     raw = _raw_exchange(peers[0].address, 4 * size)
     candidates: dict[str, Callable[[], None]] = {"raw TCP, float32": raw}
     try:
         for _ in range(rounds):
             for name in _WIRES:
                 # A process has one RPC agent at a time, so each round makes a connection of its own.
-                with _Peer("server", name) as peer:
+                with Peer(__name__, "server", name) as peer:
                     exchange, close = _our_exchange(peer.address, _WIRES[name], size)
                     candidates[f"ringmaster, {name}"] = exchange
                     for label in ("raw TCP, float32", f"ringmaster, {name}"):
@@ -76,26 +74,6 @@ def _row(name: str, times: list[float], baseline: float, size: int) -> dict[str,
         "worst ms": round(max(times) * 1e3, 1),
         "MB each way": round(size * bytes_each / 1e6, 1),
     }
-
-
-class _Peer:
-    """The process on the other side."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", __name__, *arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().strip()
-
-    def __enter__(self) -> _Peer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
 
 
 # --- plain TCP ---------------------------------------------------------------------------------------------------
@@ -139,7 +117,7 @@ def _our_exchange(address: str, wire: Wire, size: int) -> tuple[Callable[[], Non
     from ringmaster_dist.transport.star import Client
 
     client = Client(address, connect_seconds=10.0, call_seconds=60.0)
-    welcome = client.join(JoinRequest(PROTOCOL_VERSION, _TOKEN, 0))
+    welcome = client.join(JoinRequest(PROTOCOL_VERSION, TOKEN, 0))
     assert welcome.snapshot is not None
     gradient, at = torch.randn(size), [0, welcome.snapshot.version]
     ends = Ends(wire, size, torch.float32)
@@ -154,48 +132,8 @@ def _our_exchange(address: str, wire: Wire, size: int) -> tuple[Callable[[], Non
     return exchange, client.close
 
 
-class _Ignore:
-    """A journal that keeps nothing."""
-
-    def arrival(self, *arguments: Any) -> None: ...
-
-    def membership(self, *arguments: Any) -> None: ...
-
-    def change(self, *arguments: Any) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def mark(self) -> dict[str, int]:
-        return {}
-
-
-def _serve(wire: Wire) -> None:
-    from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
-    from ringmaster_dist.algorithm.methods import Method
-    from ringmaster_dist.algorithm.schedules import Constant
-    from ringmaster_dist.algorithm.update import Update
-    from ringmaster_dist.server.core import ServerCore
-    from ringmaster_dist.server.service import Service, Settings
-    from ringmaster_dist.transport.memory import return_memory
-    from ringmaster_dist.transport.star import Host
-
-    return_memory()
-    layout = Layout(paper_parameters(), GEOMETRY_MAPS["muon"])
-    update = Update(layout)
-    update.apply = lambda *arguments, **settings: None  # type: ignore[method-assign]
-    core = ServerCore(torch.zeros(layout.size), Method(Constant(0.1, 0.05)), update, wire.gradient_dtype)
-    settings = Settings(
-        "", "", _TOKEN, max_updates=float("inf"), max_seconds=float("inf"), lease_seconds=60.0, wire=wire
-    )
-    service = Service(core, settings, _Ignore())
-    host = Host(service, "127.0.0.1", 0, threads=4, timeout=60.0)
-    service.start()
-    print(host.address, flush=True)
-    signal.pause()  # until it is ended
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "tcp":
         _echo(int(sys.argv[2]))
     else:
-        _serve(_WIRES[sys.argv[2]])
+        serve("nanochat", _WIRES[sys.argv[2]], threshold=float("inf"), updates=False)
