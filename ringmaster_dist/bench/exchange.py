@@ -1,4 +1,6 @@
-"""``ringmaster bench exchange``: a push and the snapshot that comes back, beside the same bytes over plain TCP.
+"""``ringmaster bench exchange``: a push and the snapshot that comes back, beside the same bytes by other means.
+
+Plain TCP, gloo's send and receive, and, where Ray is installed, a call of a Ray actor that takes and gives a tensor.
 
 The peer is another process. Ours goes through everything but the update itself: the RPC agent, the unpickler, the
 session, the checks of the gradient, the verdict, the ledger. With a narrow wire, rounding the gradient and the iterate
@@ -7,7 +9,11 @@ counts; widening them does not: that is done by the copy into the model and by t
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -39,8 +45,15 @@ def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
     peers = [Peer(__name__, "tcp", str(4 * size))]
     raw = _raw_exchange(peers[0].address, 4 * size)
     candidates: dict[str, Callable[[], None]] = {"raw TCP, float32": raw}
+    others = {"gloo send and receive, float32": Peer(__name__, "gloo", str(size))}
+    if importlib.util.find_spec("ray"):
+        others["Ray actor, float32"] = Peer(__name__, "ray", str(size))
+    peers += others.values()
     try:
         for _ in range(rounds):
+            for label, other in others.items():
+                other.ask(str(exchanges))
+                seconds.setdefault(label, []).extend(json.loads(other.answer()))
             for name in _WIRES:
                 # A process has one RPC agent at a time, so each round makes a connection of its own.
                 with Peer(__name__, "server", name) as peer:
@@ -110,6 +123,67 @@ def _echo(size: int) -> None:
             stream.sendall(outgoing)
 
 
+# --- gloo, Ray ---------------------------------------------------------------------------------------------------
+
+
+def _gloo(size: int) -> None:
+    """Rank 0, with rank 1 in a process of its own; tells the seconds of exchanges when asked."""
+    import torch.distributed as dist
+
+    port = _free_port()
+    subprocess.Popen([sys.executable, "-m", __spec__.name, "gloo-echo", str(size), str(port)])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+    outgoing, incoming = torch.randn(size), torch.empty(size)
+
+    def exchange() -> None:
+        dist.send(outgoing, 1)
+        dist.recv(incoming, 1)
+
+    _answer(exchange)
+
+
+def _gloo_echo(size: int, port: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    buffer = torch.empty(size)
+    try:
+        while True:
+            dist.recv(buffer, 0)
+            dist.send(buffer, 0)
+    except RuntimeError:  # the other side has gone
+        os._exit(0)
+
+
+def _ray(size: int) -> None:
+    import numpy as np
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+    @ray.remote
+    class Server:
+        def push(self, gradient: Any) -> Any:
+            return gradient
+
+    server: Any = Server.remote()
+    gradient = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
+    _answer(lambda: ray.get(server.push.remote(gradient)))
+
+
+def _answer(exchange: Callable[[], Any]) -> None:
+    exchange()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_times(exchange, int(line))), flush=True)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 # --- ours --------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +207,8 @@ def _our_exchange(address: str, wire: Wire, size: int) -> tuple[Callable[[], Non
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "tcp":
-        _echo(int(sys.argv[2]))
+    others = {"tcp": _echo, "gloo": _gloo, "gloo-echo": _gloo_echo, "ray": _ray}
+    if sys.argv[1] in others:
+        others[sys.argv[1]](*map(int, sys.argv[2:]))
     else:
         serve("nanochat", _WIRES[sys.argv[2]], threshold=float("inf"), updates=False)
