@@ -86,7 +86,7 @@ def _train(workers: int, seconds: float, *overrides: str) -> tuple[dict[str, Any
         command = [
             sys.executable, "-m", "ringmaster_dist", "train", f"run.dir={folder}/run", f"cluster.workers={workers}",
             "cluster.profile=linear", f"cluster.unit_seconds={_UNIT_SECONDS}", f"cluster.jitter={_JITTER}",
-            "budget.updates=null", f"budget.seconds={seconds}", *overrides,
+            "budget.updates=null", f"budget.seconds={seconds}", "run.report=false", *overrides,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -117,7 +117,7 @@ def _real_rate(seconds: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "ringmaster_dist", "train", f"run.dir={folder}/run", f"problem.dim={_DIM}",
                    f"cluster.workers={_WORKERS}", "cluster.profile=none", "method=asynchronous",
-                   "budget.updates=null", f"budget.seconds={seconds}"]  # fmt: skip
+                   "budget.updates=null", f"budget.seconds={seconds}", "run.report=false"]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"the run that was to be measured failed: {done.stderr.strip()}")
