@@ -14,6 +14,7 @@ BENCHES = {
     "server": "updates per second with many workers pushing, beside one over the time of an update",
     "time-to-loss": "seconds to a validation loss on paced workers, beside DistributedDataParallel and every method",
     "efficiency": "gradients delivered by paced workers, beside the sum of their rates; interruption",
+    "overhead": "what measuring a run costs the server, beside not measuring it",
 }
 
 _HELP = """ringmaster bench [NAME ...] [--quick] [--json]

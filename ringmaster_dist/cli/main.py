@@ -11,6 +11,9 @@ from ringmaster_dist.transport.quiet import quiet_environment
 
 COMMANDS = {
     "train": "train in real time: a server and workers of unequal pace, over torch RPC",
+    "report": "draw what runs did: figures and a page",
+    "watch": "show a run that is going on in the browser",
+    "dashboard": "make the wandb workspace for a run's project",
     "replay": "recompute a real run from its trace and compare the bits",
     "eval": "evaluate a run's weights",
     "sample": "generate text with a trained model",
@@ -21,6 +24,7 @@ COMMANDS = {
     "theory": "the paper's time bounds for a cluster: useful workers, seconds per update",
     "advise": "simulate methods and thresholds on a cluster and recommend one",
     "experiment": "reproduce an experiment of the paper: grids, figure, summary",
+    "doctor": "look for what commonly breaks a cluster, on this machine or towards a server",
     "bench": "measure this system beside its alternatives",
 }
 

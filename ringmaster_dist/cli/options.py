@@ -30,6 +30,16 @@ def flags(
     argv: list[str], known: dict[str, Callable[[str], Any] | None], example: str
 ) -> tuple[list[str], dict[str, Any]]:
     """One argument, and options with their values (those of None are switches). Raises UserError."""
+    words, options = many(argv, known, example)
+    if len(words) != 1:
+        raise UserError(f"one thing to look at is needed, such as: {example}")
+    return words, options
+
+
+def many(
+    argv: list[str], known: dict[str, Callable[[str], Any] | None], example: str
+) -> tuple[list[str], dict[str, Any]]:
+    """As `flags`, with any number of arguments but none."""
     words, options, rest = [], {}, iter(argv)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -45,6 +55,6 @@ def flags(
                 options[name] = convert(value)
             except ValueError:
                 raise UserError(f"{name} {value}: not a {convert.__name__}") from None
-    if len(words) != 1:
-        raise UserError(f"one thing to look at is needed, such as: {example}")
+    if not words:
+        raise UserError(f"something to look at is needed, such as: {example}")
     return words, options

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringmaster_dist.algorithm.methods import Change
-from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire
+from ringmaster_dist.cli.logger import open_logger, tell_the_end
+from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire, tokens_of_slot
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError, export_weights
 from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.problems import Problem
-from ringmaster_dist.protocol import Push, Receipt, Verdict
+from ringmaster_dist.protocol import Push, Receipt
 from ringmaster_dist.server.checkpoints import Checkpoints
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
@@ -37,19 +39,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-_SMOOTHING = 0.05  # weight of the newest loss in the smoothed one
 _SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port back
 
 
 class Journal:
     """Writes what the service tells: the trace and the members. Called under the service's lock."""
 
-    def __init__(self, directory: RunDirectory, sizes: Mapping[str, int], *, chooses: bool = False) -> None:
+    def __init__(
+        self, directory: RunDirectory, sizes: Mapping[str, int], measured: Metrics, *, chooses: bool = False
+    ) -> None:
         """``chooses`` is whether the method chooses its threshold, which is a file then."""
+        self._measured = measured
         self._trace = directory.open_trace(sizes.get("trace.jsonl", 0))
         self._members = directory.open_rows("members.jsonl", sizes.get("members.jsonl", 0))
         self.metrics = directory.open_rows("metrics.jsonl", sizes.get("metrics.jsonl", 0))  # not by the service
-        self.train_loss: float | None = None  # of accepted gradients, smoothed
         self._lines = {
             "trace.jsonl": self._trace.lines,
             "members.jsonl": self._members.lines,
@@ -60,10 +63,8 @@ class Journal:
             self._lines["thresholds.jsonl"] = self._changes.lines
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None:
+        self._measured.arrival(time, worker, push, receipt)
         # Of a gradient on a lost line of history the trace names the last version that was not lost.
-        if receipt.verdict is Verdict.ACCEPTED:
-            before = push.loss if self.train_loss is None else self.train_loss
-            self.train_loss = before + _SMOOTHING * (push.loss - before)
         shared, extra = receipt.version - receipt.delay, f', "term": {push.term}'
         if shared < push.gradient_version:
             extra += f', "lost_version": {push.gradient_version}'
@@ -103,6 +104,7 @@ class CheckpointWriter:
         self._every = every or math.inf
         self._next: float = core.version + self._every
         self._thread: threading.Thread | None = None
+        self.on_written: Callable[[Path], None] = lambda path: None  # told of each
 
     def due(self, version: int) -> bool:
         return version >= self._next and not (self._thread and self._thread.is_alive())
@@ -117,9 +119,11 @@ class CheckpointWriter:
         version = state["version"]
         try:
             self._journal.sync()
-            self._checkpoints.save(state, term=self._core.term, pushes=sum(state["counters"]), version=version)
+            path = self._checkpoints.save(state, term=self._core.term, pushes=sum(state["counters"]), version=version)
         except OSError as error:
             log.warning("server v=%d: THE CHECKPOINT WAS NOT WRITTEN: %s; training goes on", version, error)
+            return
+        self.on_written(path)
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -148,7 +152,9 @@ def serve(
     core = build_core(config, problem)
     checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
     state = _restore(core, checkpoints, directory)
-    journal = Journal(directory, state["files"] if state else {}, chooses=config.method.threshold == "auto")
+    metrics = Metrics(core.update.layout, core.version, tokens_of_slot(config))
+    chooses = config.method.threshold == "auto"
+    journal = Journal(directory, state["files"] if state else {}, metrics, chooses=chooses)
     writer = CheckpointWriter(checkpoints, journal, config.checkpoint.every, core)
     torch.set_num_threads(config.server.compute_threads)
     fingerprint = build_fingerprint(core.update.layout, problem)
@@ -160,20 +166,29 @@ def serve(
     service.start()
     directory.write_secret("address", host.address)
     announce(host.address)
+    host.tell(token)
 
+    logger = open_logger(config, directory, config_text)
+    writer.on_written = lambda path: logger.file(path, "checkpoint")
     interval = (config.budget.seconds or 60.0) / config.run.samples
     next_sample, next_evaluation = service.seconds, core.version
     while not service.ended.wait(_POLL_SECONDS):
         if should_stop():
             service.end()
+        host.beat()
         if service.seconds >= next_sample:
             next_sample = service.seconds + interval
             due = problem.quick_to_evaluate or core.version >= next_evaluation
             if due:
                 next_evaluation = core.version + config.eval.every
-            journal.metrics.write(_measurement(service, journal, problem if due else None))
+            evaluation = problem.evaluate(core.snapshot.iterate) if due else {}
+            row = metrics.row(service, evaluation, host.num_connected)
+            journal.metrics.write(row)
+            logger.row(row)
     stopped = should_stop()
-    journal.metrics.write(_measurement(service, journal, problem))
+    row = metrics.row(service, problem.evaluate(core.snapshot.iterate), host.num_connected)
+    journal.metrics.write(row)
+    logger.row(row)
     writer.wait()
     writer.write(service.capture())
     service.wait_until_all_left(config.server.farewell_seconds)
@@ -186,6 +201,7 @@ def serve(
     )
     directory.write_summary(summary)
     host.close()
+    tell_the_end(logger, config, problem, core, directory, summary)
     return summary
 
 
@@ -255,23 +271,6 @@ def _listen(service: Service, config: Config, directory: RunDirectory) -> Host:
                 raise UserError(
                     f"{where} cannot be listened on ({error.strerror}): choose another, or server.port=0"
                 ) from error
-
-
-def _measurement(service: Service, journal: Journal, problem: Problem | None) -> dict[str, Any]:
-    """A row of metrics.jsonl; with an evaluation, if there is a problem to ask for it."""
-    core = service.core
-    snapshot, seconds = core.snapshot, service.seconds
-    return {
-        "time": seconds,
-        "version": snapshot.version,
-        **(problem.evaluate(snapshot.iterate) if problem else {}),
-        "train_loss": journal.train_loss,
-        **({"threshold": threshold} if math.isfinite(threshold := core.method.threshold(core.version)) else {}),
-        "accepted": core.accepted,
-        "stale": core.stale,
-        "invalid": core.invalid,
-        "workers": len(core.live),
-    }
 
 
 def _summary(config: Config, problem: Problem, service: Service, ended: str, wall_seconds: float) -> dict[str, Any]:

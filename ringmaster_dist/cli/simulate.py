@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
+from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
-from ringmaster_dist.config.compose import compose, config_dir, expand, groups, to_typed
+from ringmaster_dist.config.compose import compose, config_dir, groups, to_typed
 from ringmaster_dist.config.describe import annotated, headline
 from ringmaster_dist.config.errors import UserError
 
@@ -49,16 +49,7 @@ def main(argv: list[str]) -> int:
         return 0
     if not multirun:
         return _run(overrides)
-    combinations = expand(overrides)
-    parent = next((o.partition("=")[2] for o in overrides if o.startswith("run.dir=")), "")
-    for combination in combinations:  # a slip in the last one is told before the first one runs
-        to_typed(compose(combination))
-    for index, combination in enumerate(combinations):
-        kept = [o for o in combination if not o.startswith("run.dir=")]
-        code = _run([*kept, f"run.dir={parent}/{index}"] if parent else kept)
-        if code:
-            return code
-    return 0
+    return multirun_of(overrides, _run, lambda overrides: to_typed(compose(overrides)))
 
 
 def _run(overrides: list[str]) -> int:
@@ -67,7 +58,9 @@ def _run(overrides: list[str]) -> int:
 
     from rich.console import Console
 
+    from ringmaster_dist.cli.logger import open_logger
     from ringmaster_dist.cli.signals import stop_signals
+    from ringmaster_dist.cli.train import show_report
     from ringmaster_dist.observe.console import ProgressLine, print_summary
     from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
     from ringmaster_dist.simulation.session import simulate
@@ -84,8 +77,12 @@ def _run(overrides: list[str]) -> int:
     line = ProgressLine(console)
     try:
         with stop_signals() as stopping:
-            summary = simulate(config, directory, line.show, stopping)
+            logger = open_logger(config, directory, annotated(composed))
+            summary = simulate(config, directory, line.show, stopping, logger)
     finally:
         line.close()
-    print_summary(console, summary, summary["initial"], str(Path(directory.path)))
+    logger.close(summary)
+    print_summary(console, summary, summary["initial"], directory.path)
+    if config.run.report:
+        show_report(directory.path)
     return 0 if summary["ended"] == "budget" else 130

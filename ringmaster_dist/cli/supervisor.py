@@ -94,7 +94,7 @@ def supervise(config: Config, directory: RunDirectory, look: Callable[[], None] 
                 server.process.terminate()  # it tells the workers, writes what there is, and ends
     finally:
         # The server waits for whoever has joined; who has not, or does not end soon after it, is not needed any more.
-        _finish([server], 2 * config.server.farewell_seconds)
+        _finish([server], 2 * config.server.farewell_seconds + config.logger.finish_seconds)
         _finish(workers, _LAST_SECONDS)
     if failure:
         print(f"ringmaster: {failure}: the run was ended; the last words are above", file=sys.stderr)

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
             announce=lambda address: stores.append(rendezvous.publish(address, token)),
             should_stop=asked,
         )
-    show_summary(directory)
+    show_summary(directory, report=config.run.report)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
 from ringmaster_dist.cli.supervisor import supervise
+from ringmaster_dist.cli.watch import open_watcher
 from ringmaster_dist.config.compose import compose, continued, to_typed
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
@@ -19,6 +22,8 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.console import ProgressLine, print_summary
 from ringmaster_dist.observe.live import View
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
+
+log = logging.getLogger(__name__)
 
 _HELP = """ringmaster train [key=value ...]
 
@@ -30,6 +35,10 @@ replay RUN_DIR then proves it.
   resume=RUN_DIR   go on with a run that was stopped, or lost its machine, from its newest good checkpoint. The
                    configuration is the run's own; budget.*, cluster.*, server.* and checkpoint.* may be given anew.
 
+  watch=true       serve a page on this machine that shows the run as it goes on
+  run.report=false leave out the figures and the page that are drawn at the end
+
+  -m          several runs, one after the other: -m method=ringmaster,rennala run.dir=runs/compare
   --cfg job   print the composed configuration and stop
   --help      this text
 
@@ -44,7 +53,8 @@ Examples
 
 
 def main(argv: list[str]) -> int:
-    overrides, show = parse(argv, "train")
+    multirun = any(word in ("-m", "--multirun") for word in argv)
+    overrides, show = parse([word for word in argv if word not in ("-m", "--multirun")], "train")
     if show == "help":
         print(_HELP)
         print("Keys and their defaults")
@@ -55,17 +65,26 @@ def main(argv: list[str]) -> int:
         to_typed(composed, real_time=True)
         print(annotated(composed))
         return 0
+    if multirun:
+        return multirun_of(overrides, _run, lambda words: to_typed(compose(words, "train"), real_time=True))
+    return _run(overrides)
+
+
+def _run(overrides: list[str]) -> int:
     config, _, directory = prepare(overrides)
     if config.problem.name == "nanochat":
         prepare_data(config)
     budget, console = config.budget, Console(file=sys.stdout)
     view = View(directory.path, console, budget.updates or math.inf, budget.seconds or math.inf)
+    watcher = open_watcher(directory.path) if config.watch else None
+    if watcher is not None:
+        print(f"the run is shown at {watcher.url}", flush=True)
     try:
         code = supervise(config, directory, view.update)
     finally:
         view.close()
     if code == 0:
-        show_summary(directory)
+        show_summary(directory, report=config.run.report)
         if config.problem.name == "nanochat":
             show_sample(directory)
     return code
@@ -128,10 +147,26 @@ def _refuse_if_used_up(config: Config, directory: RunDirectory) -> None:
             )
 
 
-def show_summary(directory: RunDirectory) -> None:
+def show_summary(directory: RunDirectory, *, report: bool) -> None:
+    """The end in words; and drawn, if wanted."""
     import json
 
     summary = json.loads((directory.path / "summary.json").read_text())
     first = json.loads((directory.path / "metrics.jsonl").read_text().splitlines()[0])
     initial = first.get("gap", first.get("loss", float("nan")))
-    print_summary(Console(file=sys.stdout), summary, initial, str(directory.path))
+    print_summary(Console(file=sys.stdout), summary, initial, directory.path)
+    if report:
+        show_report(directory.path)
+
+
+def show_report(directory: Path) -> None:
+    """Draws the report and says where it is. Whatever goes wrong with it, the run was done."""
+    from ringmaster_dist.observe.report import FOLDER, write_report
+
+    try:
+        print(f"  report: {write_report([directory], directory / FOLDER)[0]}", flush=True)
+    except Exception as error:
+        log.debug("the report could not be drawn", exc_info=True)
+        print(
+            f"ringmaster: the report could not be drawn ({error}): see ringmaster report {directory}", file=sys.stderr
+        )

@@ -181,3 +181,10 @@ def build_core(config: Config, problem: Problem) -> ServerCore:
     )
     initial = problem.initial(config.run.seed)
     return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype)
+
+
+def tokens_of_slot(config: Config) -> Callable[[int], int]:
+    """The tokens of a gradient, by the place of its worker in the profile; 0 where the problem has none."""
+    if config.problem.name != "nanochat":
+        return lambda slot: 0
+    return lambda slot: rows_of(config, slot) * config.model.sequence_len

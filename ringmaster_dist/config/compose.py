@@ -23,7 +23,7 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.validate import validate
 
-_MAY_CHANGE = ("budget", "cluster", "server", "checkpoint")
+_MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")
 
 
 def config_dir() -> Path:
@@ -79,6 +79,9 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
         for override in parsed:
             key = override.get_key_element()
             if key == "resume":
+                continue
+            if key == "watch":
+                composed.watch = override.value()
                 continue
             if key.partition(".")[0] not in _MAY_CHANGE or "." not in key:
                 allowed = ", ".join(f"{section}.*" for section in _MAY_CHANGE)

@@ -121,6 +121,7 @@ class RunConfig:
     overwrite: bool = False
     trace: bool = True
     samples: int = 200
+    report: bool = False
 
 
 @dataclass
@@ -156,6 +157,20 @@ class CheckpointConfig:
 
 
 @dataclass
+class LoggerConfig:
+    name: str = "none"
+    project: str = "ringmaster"
+    entity: str | None = None
+    group: str | None = None
+    run_name: str | None = None
+    tags: list[str] = field(default_factory=list)
+    artifacts: bool = False
+    text: bool = True
+    init_seconds: float = 30.0
+    finish_seconds: float = 30.0
+
+
+@dataclass
 class Config:
     problem: ProblemConfig = field(default_factory=ProblemConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -170,4 +185,6 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     wire: WireConfig = field(default_factory=WireConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    watch: bool = False
     resume: str | None = None

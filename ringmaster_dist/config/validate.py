@@ -11,6 +11,7 @@ from ringmaster_dist.config.schema import Config, MethodConfig, ServerConfig
 from ringmaster_dist.profiles import PROFILES
 
 METHODS = ("ringmaster", "ringmaster_agnostic", "rennala", "delay_adaptive", "synchronous", "asynchronous")
+LOGGERS = ("none", "wandb", "wandb_offline")
 _GEOMETRIES = ("spectral", "euclidean", "sign", "column", "row", "none")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _ORTHOGONALIZATIONS = ("polar_express", "jordan", "exact")
@@ -76,6 +77,9 @@ def validate(config: Config, *, real_time: bool = False) -> None:
     if config.checkpoint.every is not None:
         _at_least("checkpoint.every", config.checkpoint.every, 1)
     _at_least("checkpoint.keep", config.checkpoint.keep, 1)
+    _one_of("logger.name", config.logger.name, LOGGERS)
+    _above("logger.init_seconds", config.logger.init_seconds, 0)
+    _at_least("logger.finish_seconds", config.logger.finish_seconds, 0)
     _validate_method(config.method, config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 _FIRST_LINE_SECONDS = 1.0  # of silence before progress is shown at all
 _PLAIN_LINE_SECONDS = 10.0  # between lines where there is no terminal
 _LISTED_WORKERS = 8
+_NAMED_FILES = ("config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json", "final.safetensors", "checkpoints")
 
 
 class ProgressLine:
@@ -43,7 +45,7 @@ class ProgressLine:
             self._bar.stop()
 
 
-def print_summary(console: Console, summary: dict[str, Any], first_value: float, directory: str) -> None:
+def print_summary(console: Console, summary: dict[str, Any], first_value: float, directory: Path) -> None:
     """The end of a run in words."""
 
     def say(text: str = "") -> None:
@@ -57,7 +59,7 @@ def print_summary(console: Console, summary: dict[str, Any], first_value: float,
     kind = "simulated" if virtual else "real"
     say()
     say(f"[bold]{summary['method']}[/bold] on {summary['num_workers']} {kind} workers, {summary['profile']} delays")
-    say(f"  {meaning}: {first_value:.4g} -> [bold]{last_value:.4g}[/bold]")
+    say(f"  {meaning}: {first_value:.4g} -> [bold]{last_value:.4g}[/bold]" + _bits(summary))
     say(
         f"  {summary['updates']:,} updates in {summary['seconds']:,.1f} {'virtual ' if virtual else ''}seconds"
         + (f" ({summary['wall_seconds']:.1f} s on this machine, {summary['engine']} engine)" if virtual else "")
@@ -66,7 +68,10 @@ def print_summary(console: Console, summary: dict[str, Any], first_value: float,
         f"  {pushes:,} gradients arrived: {summary['accepted']:,} accepted, {summary['stale']:,} stale, "
         f"{summary['invalid']:,} invalid; {summary['interrupted']:,} more were stopped early"
     )
-    say(f"  {summary['wasted_fraction']:.0%} of the workers' compute went into work that was not used")
+    say(
+        f"  {summary['wasted_fraction']:.0%} of the workers' compute went into work that was not used"
+        + _wasted(summary)
+    )
     if summary["method"] != "synchronous" and summary["synchronous_updates"]:
         say(
             f"  for comparison: waiting for the slowest worker every time allows at most "
@@ -74,6 +79,17 @@ def print_summary(console: Console, summary: dict[str, Any], first_value: float,
         )
     _print_workers(say, summary["per_worker"], summary["num_workers"])
     say(f"  files: {directory}")
+    say(f"    {', '.join(name for name in _NAMED_FILES if (directory / name).exists())}")
+
+
+def _bits(summary: dict[str, Any]) -> str:
+    bits = summary.get("final_bits_per_byte")
+    return "" if bits is None else f", {bits:.4g} bits per byte"
+
+
+def _wasted(summary: dict[str, Any]) -> str:
+    seconds = sum(worker["wasted_seconds"] for worker in summary["per_worker"].values())
+    return f" ({seconds:,.1f} s)" if seconds and not summary["per_worker_omitted"] else ""
 
 
 def _print_workers(say: Any, per_worker: dict[str, dict[str, Any]], num_workers: int) -> None:

@@ -149,7 +149,8 @@ class View:
         left = state.seconds * (1 - fraction) / fraction if fraction > 0.01 else None
         text = f"{fraction:4.0%}  {state.seconds:,.0f} s" + (f", {left:,.0f} s left" if left is not None else "")
         head = Table.grid(padding=(0, 1))
-        head.add_row(ProgressBar(total=1.0, completed=fraction, width=40), text)
+        width = min(40, self._console.width - len(text) - 2)
+        head.add_row(*([ProgressBar(total=1.0, completed=fraction, width=width)] if width >= 5 else []), text)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("worker", "s/gradient", "accepted", "stale", "invalid", "delay", "last"):
             table.add_column(name, justify="right")

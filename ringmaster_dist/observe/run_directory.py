@@ -23,15 +23,9 @@ from safetensors.torch import save_file
 from ringmaster_dist.protocol import Receipt, Verdict
 
 _FILES = ("config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json")
-_REAL_FILES = (
-    "members.jsonl",
-    "thresholds.jsonl",
-    "terms.jsonl",
-    "final.safetensors",
-    "address",
-    "token",
-)  # of a run in real time
-_FOLDERS = ("checkpoints",)
+# Of a run in real time, or with a method that chooses its threshold, or with a logger.
+_REAL_FILES = ("members.jsonl", "thresholds.jsonl", "terms.jsonl", "final.safetensors", "address", "token", "wandb.id")
+_FOLDERS = ("checkpoints", "report", "wandb")
 _BYTES_PER_WRITE = 1 << 16
 log = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from ringmaster_dist.protocol import (
     Welcome,
 )
 from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.server.meter import Meter
 from ringmaster_dist.server.sessions import Sessions
 from ringmaster_dist.wire import Ends, Wire
 
@@ -135,6 +136,7 @@ class Service:
     ) -> None:
         """``state`` is what `capture` gave in an earlier term; ``save`` gets one when ``checkpoint_due`` says so."""
         self.core = core
+        self.meter = Meter()
         self.workers: dict[int, WorkerStatus] = {}
         self.ended = threading.Event()  # nothing changes any more
         self._settings, self._journal, self._clock = settings, journal, clock
@@ -260,6 +262,8 @@ class Service:
                 return Reply(None, None, self._ending, unknown=True)
             self.workers[worker].interruptions = interruptions
             known = (term, known_version) == (self._outgoing.term, self._outgoing.version)
+            if not known:
+                self.meter.sent(self._outgoing)
             return Reply(None, None if known else self._outgoing, self._ending)
 
     def push(self, session: str, push: Push) -> torch.futures.Future[Reply]:
@@ -273,7 +277,9 @@ class Service:
         fault = None
         if push.gradient_version >= self.core.stale_before:  # else it will be rejected anyway
             fault = self.core.gradient_fault(push.gradient)  # a pass over the gradient, outside the lock
+        asked = time.perf_counter()
         with self._lock:
+            self.meter.pushed(time.perf_counter() - asked, push.gradient.nbytes)
             worker = self._seen(session)
             if worker is None or self._ending:
                 answers.add(future, Reply(None, None, self._ending, unknown=worker is None))
@@ -327,6 +333,8 @@ class Service:
         if self._first_join is None:
             self._first_join = self._clock()
         log.info("worker-%d v=%d joined", worker, self.core.version)
+        self.meter.num_joined += 1
+        self.meter.sent(self._outgoing)
         settings = self._settings
         return Welcome(session, "", False, worker, settings.config_text, settings.fingerprint, self._outgoing)
 
@@ -418,6 +426,7 @@ class Service:
             accepted = waiting.receipt.verdict is Verdict.ACCEPTED
             if outgoing.version >= (waiting.receipt.continue_at if accepted else stale_before):
                 answers.add(waiting.future, Reply(waiting.receipt, outgoing))
+                self.meter.sent(outgoing)
             else:
                 still.append(waiting)
         self._waiting = still
@@ -477,7 +486,9 @@ class Service:
         """Computes what was decided, checkpoints when it is time, and finishes the run when it is ending."""
         core = self.core
         while core.decided:
+            before, began = core.snapshot, time.perf_counter()
             core.apply_next()
+            self.meter.applied(before, core.snapshot, time.perf_counter() - began)
             answers, state = _Answers(), None
             with self._lock:
                 self._publish()
@@ -509,6 +520,7 @@ class Service:
                 self._end()
             for worker, status in list(self.workers.items()) if self._began is not None else ():
                 if worker in self.core.live - self._gone and now - status.last_seen > lease_seconds:
+                    self.meter.lease_losses += 1
                     self._remove(worker, "lost its lease", answers)
                 elif status.poll is not None and now - status.poll.since > lease_seconds / 3:
                     answers.add(status.poll.future, Staleness.AGAIN)

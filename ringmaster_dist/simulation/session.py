@@ -13,6 +13,7 @@ from ringmaster_dist.config.build import build_core, build_problem
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.logger import Logger
 from ringmaster_dist.observe.run_directory import RowWriter, RunDirectory, TraceWriter
 from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.problems import Problem
@@ -32,8 +33,9 @@ class Recorder:
 
     def __init__(
         self, core: ServerCore, problem: Problem, config: Config, metrics: RowWriter, changes: RowWriter | None,
-        trace: TraceWriter | None, progress: ProgressCallback,
+        trace: TraceWriter | None, progress: ProgressCallback, logger: Logger,
     ) -> None:  # fmt: skip
+        self._logger = logger
         self._core, self._problem, self._budget = core, problem, config.budget
         self._metrics, self._changes, self._trace, self._progress = metrics, changes, trace, progress
         self._arrivals = 0
@@ -75,6 +77,7 @@ class Recorder:
         }
         self.rows.append(row)
         self._metrics.write(row)
+        self._logger.row(row)
         self._report(time, core.version)
 
     def _report(self, time: float, version: int) -> None:
@@ -124,6 +127,7 @@ def simulate(
     directory: RunDirectory,
     progress: ProgressCallback = lambda fraction, text: None,
     should_stop: Callable[[], bool] = lambda: False,
+    logger: Logger | None = None,
 ) -> dict[str, Any]:
     """Plays the run, writes its files, returns the summary. ``should_stop`` is asked between two arrivals."""
     began = time.perf_counter()
@@ -134,7 +138,7 @@ def simulate(
     trace = directory.open_trace() if config.run.trace else None
     metrics = directory.open_rows("metrics.jsonl")
     changes = directory.open_rows("thresholds.jsonl") if config.method.threshold == "auto" else None
-    recorder = Recorder(core, problem, config, metrics, changes, trace, progress)
+    recorder = Recorder(core, problem, config, metrics, changes, trace, progress, logger or Logger())
     simulator = _simulator(engine, config, core, problem, speeds, recorder, should_stop)
     seconds = config.budget.seconds or math.inf
     try:

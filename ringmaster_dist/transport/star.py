@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api
 
 from ringmaster_dist.protocol import Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
-from ringmaster_dist.transport import surface
+from ringmaster_dist.transport import about, surface
 from ringmaster_dist.transport.guard import Guard
 from ringmaster_dist.transport.unpickling import restrict
 
@@ -94,6 +95,7 @@ class Host:
         )
         self._threads, self._timeout = threads, timeout
         self._guard = Guard(self._start)
+        self._next_beat = 0.0
 
     def _start(self) -> tuple[Any, int]:
         """A new agent beside the one there may be. The store has its address, where workers look for it."""
@@ -102,6 +104,22 @@ class Host:
         store = dist.PrefixStore(_SERVER, self._store)
         agent = _start_agent(store, _SERVER, 0, 1, self._threads, self._timeout)
         return agent, int(store.get(f"addrs/{_SERVER}").decode().rpartition(":")[2])
+
+    @property
+    def num_connected(self) -> int:
+        """How many connections workers have opened so far; one that connects anew counts again."""
+        return int(self._store.add("joined", 0))
+
+    def tell(self, token: str) -> None:
+        """Describes this server to who looks into its store (see about.py)."""
+        about.tell(self._store, token)
+
+    def beat(self) -> None:
+        """Tells the time there, if it is time to."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + about.BEAT_SECONDS
+            about.tell_time(self._store)
 
     def close(self) -> None:
         """Ends the serving. One whose agent was replaced is ended by the end of the process alone."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ringmaster_dist.simulation.replay import replay as recompute
 
-QUICK = ["problem.dim=50", "cluster.workers=3", "cluster.unit_seconds=0.01", "budget.seconds=60", "run.samples=600"]
+QUICK = ["problem.dim=50", "cluster.workers=3", "cluster.unit_seconds=0.01", "budget.seconds=60", "run.samples=600",
+         "run.report=false"]  # fmt: skip
 LONG = ["budget.updates=null", "budget.seconds=600", "run.samples=6000"]  # ends when the test says so
 
 

@@ -112,6 +112,12 @@ def test_a_seed_repeats_a_run_exactly(tmp_path):
         ["simulate", "--cfg", "hydra"],
         ["simulat"],
         ["bench", "nothing"],
+        ["report"],
+        ["report", "nowhere"],
+        ["report", "tests", "--colour", "red"],
+        ["watch", "tests"],
+        ["dashboard", "tests"],
+        ["doctor", "somewhere"],
     ],
 )
 def test_mistakes_exit_with_2_and_one_line(arguments):
@@ -186,6 +192,7 @@ def test_the_wheel_carries_the_configs(tmp_path):
         archive.extractall(tmp_path / "site")
         names = archive.namelist()
     assert "ringmaster_dist/_configs/method/ringmaster.yaml" in names
+    assert "ringmaster_dist/observe/assets/page.js" in names
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r});"
         "from ringmaster_dist.config.compose import config_dir, load;"

@@ -40,6 +40,7 @@ def test_the_groups_are_those_promised():
     assert set(known["method"]) == set(checks.METHODS)
     assert set(known["geometry"]) == set(GEOMETRY_MAPS)
     assert set(checks._GEOMETRIES) == set(GEOMETRIES)
+    assert set(known["logger"]) == set(checks.LOGGERS)
     assert set(checks._ORTHOGONALIZATIONS) == set(ORTHOGONALIZATIONS)
     assert set(checks._DTYPES) == set(DTYPES)
     for name in known["geometry"]:
@@ -48,7 +49,7 @@ def test_the_groups_are_those_promised():
 
 
 def test_every_key_has_a_comment():
-    for group in ("method", "geometry", "problem", "model", "data"):
+    for group in ("method", "geometry", "problem", "model", "data", "logger"):
         for option in groups()[group]:
             notes = comments({group: option})
             composed = compose([f"{group}={option}"])
@@ -123,6 +124,9 @@ def test_printed_configuration_loads_back():
         (["method=ringmaster_agnostic", "method.smoothness=known"], ["method.l1"]),
         (["simulation.engine=gpu"], ["simulation.engine=gpu", "compiled"]),
         (["run.seed=-1"], ["run.seed=-1"]),
+        (["logger=tensorboard"], ["logger=tensorboard", "wandb_offline"]),
+        (["logger=wandb", "logger.init_seconds=0"], ["logger.init_seconds=0"]),
+        (["logger=none", "logger.project=x"], ["logger.project"]),
         (["nonsense"], ["nonsense", "key=value"]),
         (["method.eta="], ["method.eta"]),
     ],

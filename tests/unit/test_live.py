@@ -5,6 +5,7 @@ import json
 
 from rich.console import Console
 
+from ringmaster_dist.observe.console import print_summary
 from ringmaster_dist.observe.live import State, View
 
 
@@ -52,3 +53,23 @@ def test_a_terminal_gets_a_table_that_fits(tmp_path):
     assert "48%" in screen.getvalue()
     assert "s/gradient" in screen.getvalue()
     assert "accepted 80%" in screen.getvalue()
+
+
+def test_a_terminal_of_20_columns_breaks_nothing(tmp_path):
+    (tmp_path / "trace.jsonl").write_text("".join(line(v, v % 3) for v in range(30)))
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=20, height=10)
+    view = View(tmp_path, console, 60.0, 1000.0)
+    view._next = 0.0
+    view.update()
+    view.close()
+    assert "48%" in screen.getvalue()
+    worker = {"accepted": 1, "stale": 0, "invalid": 0, "interrupted": 0, "base_seconds": 0.1, "wasted_seconds": 0.0}
+    summary = {"method": "ringmaster", "num_workers": 1, "profile": "linear", "clock": "real", "final_loss": 1.0,
+               "updates": 1, "final_bits_per_byte": 0.5, "seconds": 1.0, "pushes": 1, "accepted": 1, "stale": 0,
+               "invalid": 0,
+               "interrupted": 0, "wasted_fraction": 0.0, "synchronous_updates": 0, "per_worker": {"0": worker},
+               "per_worker_omitted": 0}  # fmt: skip
+    print_summary(console, summary, 2.0, tmp_path)
+    assert "0.5 bits per byte" in screen.getvalue()
+    assert "trace.jsonl" in screen.getvalue()

@@ -1,0 +1,178 @@
+"""This machine by itself: versions, network names, memory, disk, devices, and a small run of its own."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ringmaster_dist.doctor import Finding
+
+_SHM_BYTES, _DISK_BYTES, _OPEN_FILES = 256 << 20, 2 << 30, 1024
+_SIOCGIFADDR = 0x8915
+_FIRST_YEAR = 2025
+
+
+def machine_findings(folder: Path) -> Iterator[Finding]:
+    yield _versions()
+    yield _transport()
+    yield _names()
+    yield _shm()
+    yield _disk(folder)
+    yield _open_files()
+    yield _clock()
+    yield from _devices()
+
+
+def _versions() -> Finding:
+    import torch
+
+    python, numbers = platform.python_version(), torch.__version__.split("+")[0].split(".")
+    good = sys.version_info >= (3, 10) and (2, 6) <= (int(numbers[0]), int(numbers[1])) < (3, 0)
+    text = f"Python {python}, torch {torch.__version__}"
+    return Finding("versions", good, text if good else f"{text}: Python 3.10 or newer and torch 2.6 to 2.x are needed")
+
+
+def _transport() -> Finding:
+    from ringmaster_dist.transport.star import check_assumptions
+
+    try:
+        check_assumptions()
+    except RuntimeError as error:
+        return Finding("torch RPC", False, f"{error}: install another torch 2.x")
+    return Finding("torch RPC", True, "everything the transport stands on is there")
+
+
+def _names() -> Finding:
+    """TensorPipe publishes the address of the host name, or of TP_SOCKET_IFNAME; else it falls back to loopback."""
+    addresses = interface_addresses()
+    listed = ", ".join(f"{name} {address}" for name, address in addresses.items()) or "none"
+    chosen = os.environ.get("TP_SOCKET_IFNAME")
+    if chosen:
+        good = chosen in addresses
+        text = f"TP_SOCKET_IFNAME={chosen}"
+        return Finding("interface", good, f"{text} is {addresses[chosen]}" if good
+                       else f"{text}: there is no such interface with an address; there are: {listed}")  # fmt: skip
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = ""
+    outward = [name for name, one in addresses.items() if not ipaddress.ip_address(one).is_loopback]
+    if address and not ipaddress.ip_address(address).is_loopback:
+        return Finding("interface", True, f"the host name {name} is {address}")
+    if not outward:
+        return Finding("interface", True, f"there is no network but loopback ({listed}): one machine alone")
+    what = f"is {address}" if address else "has no address"
+    return Finding("interface", None, f"the host name {name} {what}: other machines could not reach a server here; to "
+                   f"serve them set TP_SOCKET_IFNAME={outward[0]} (there are: {listed})")  # fmt: skip
+
+
+def interface_addresses() -> dict[str, str]:
+    """The IPv4 address of each interface that has one."""
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+            except OSError:
+                continue
+    return found
+
+
+def _shm() -> Finding:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding("/dev/shm", True, "not there, not needed")
+    total = shutil.disk_usage(path).total
+    if total >= _SHM_BYTES:
+        return Finding("/dev/shm", True, f"{_size(total)}")
+    return Finding(
+        "/dev/shm", False, f"only {_size(total)}: start the container with --shm-size=1g (shm_size in compose)"
+    )
+
+
+def _disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    if free >= _DISK_BYTES:
+        return Finding("disk", True, f"{_size(free)} free in {folder}")
+    return Finding("disk", False, f"only {_size(free)} free in {folder}: make room, or choose a run.dir elsewhere")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= _OPEN_FILES or soft == resource.RLIM_INFINITY:
+        return Finding("open files", True, f"{soft} allowed")
+    return Finding("open files", False, f"only {soft} allowed, a server needs a few per worker: ulimit -n {hard}")
+
+
+def _clock() -> Finding:
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    if time.gmtime().tm_year >= _FIRST_YEAR:
+        return Finding("clock", True, f"{now} UTC")
+    return Finding("clock", False, f"{now} UTC is in the past: set the clock (timedatectl set-ntp true)")
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    for name in names:
+        try:
+            types = [t for t in (torch.float32, torch.bfloat16, torch.float16) if _computes(name, t)]
+        except RuntimeError as error:
+            yield Finding(name, False, f"does not compute ({str(error).splitlines()[0]}): check driver and torch build")
+            continue
+        what = f"{os.cpu_count()} cores" if name == "cpu" else torch.cuda.get_device_name(name)
+        listed = ", ".join(str(t).removeprefix("torch.") for t in types)
+        yield Finding(name, torch.float32 in types, f"{what}; computes in {listed}")
+    if len(names) == 1:
+        yield Finding("gpu", True, "none that this torch can use; workers compute on the CPU")
+
+
+def _computes(device: str, dtype: object) -> bool:
+    import torch
+
+    try:
+        a = torch.ones(8, 8, device=device, dtype=dtype)  # type: ignore[call-overload]
+        return float((a @ a).sum()) == 512.0
+    except (RuntimeError, NotImplementedError):
+        if dtype is torch.float32:
+            raise
+        return False
+
+
+def small_run() -> Finding:
+    """A server and two workers on this machine, over RPC, from start to end."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "ringmaster_dist", "train", f"run.dir={folder}/run", "problem.dim=10",
+                   "cluster.workers=2", "cluster.unit_seconds=0.005", "budget.updates=20", "budget.seconds=20",
+                   "run.report=false", "server.start_seconds=20"]  # fmt: skip
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+            summary = json.loads(Path(folder, "run", "summary.json").read_text()) if done.returncode == 0 else {}
+        except (subprocess.TimeoutExpired, OSError):
+            return Finding("small run", False, "a server and two workers on loopback did not finish: run ringmaster "
+                           "train problem.dim=10 with RINGMASTER_LOG=INFO to see where it stops")  # fmt: skip
+    if summary.get("updates") == 20:
+        return Finding("small run", True, f"a server and two workers made 20 updates in {summary['seconds']:.2f} s")
+    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return Finding("small run", False, f"a server and two workers on loopback failed: {said}")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MB"

@@ -1,0 +1,108 @@
+"""A run's page while it goes on, served to a browser on this machine. Reads the run directory and writes nothing.
+
+Requests come in threads of their own; one at a time reads the files, and only if there is something new.
+"""
+
+from __future__ import annotations
+
+import html
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from ringmaster_dist.observe.page import as_json, page
+from ringmaster_dist.observe.recording import Recording
+from ringmaster_dist.observe.run_directory import RunDirectoryError
+from ringmaster_dist.observe.view import view
+
+_REFRESH_SECONDS = 2.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_WAITING = (
+    "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=1><title>waiting</title>"
+    "<body style='font-family:system-ui;margin:3em'>{reason}. This page looks again by itself."
+)
+
+
+class Watcher:
+    """Serves from the moment it is made until `close`. Raises OSError if the port cannot be had."""
+
+    def __init__(self, directory: Path, port: int = 0, host: str = "127.0.0.1") -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._recording: Recording | None = None
+        self._stamp: tuple[Any, ...] = ()
+        self._view: dict[str, Any] = {}
+        watcher = self
+
+        class Handler(_Handler):
+            def content(self) -> dict[str, Any]:
+                return watcher._current()
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://{host}:{self._server.server_address[1]}/"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _current(self) -> dict[str, Any]:
+        """Raises RunDirectoryError while there is nothing to show."""
+        with self._lock:
+            if self._recording is None:
+                self._recording = Recording(self._directory)
+            stamp = (*self._recording.stamp, self._recording.state)
+            if stamp != self._stamp:
+                self._recording.look()
+                self._view, self._stamp = view([self._recording]), stamp
+            return self._view
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers ``/`` and ``/data.json``, to who asks this machine by its own name."""
+
+    server_version, sys_version = "ringmaster", ""
+
+    def content(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        if not self._is_meant():
+            return self._answer(HTTPStatus.FORBIDDEN, "text/plain", "ask by the address that was printed")
+        if self.path not in ("/", "/data.json"):
+            return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is / and /data.json")
+        try:
+            content = self.content()
+        except (RunDirectoryError, OSError, ValueError, KeyError) as error:
+            reason = html.escape(str(error))
+            if self.path == "/":
+                return self._answer(HTTPStatus.OK, "text/html", _WAITING.format(reason=reason))
+            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", reason)
+        if self.path == "/":
+            return self._answer(HTTPStatus.OK, "text/html", page(content, _REFRESH_SECONDS))
+        return self._answer(HTTPStatus.OK, "application/json", as_json(content))
+
+    def _is_meant(self) -> bool:
+        """A page of the web that has its name point at this machine asks by that name: it gets nothing."""
+        bound = str(self.server.server_address[0])
+        asked = self.headers.get("Host", "").rpartition(":")[0].strip("[]")
+        return bound not in _LOOPBACK or asked in _LOOPBACK
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", _POLICY)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing: the terminal belongs to the run."""

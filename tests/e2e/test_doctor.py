@@ -1,0 +1,104 @@
+"""The doctor, on this machine and towards real servers, real strangers and nobody."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ringmaster_dist.doctor.machine import interface_addresses, machine_findings
+from ringmaster_dist.doctor.server import _rpc_address, _versions
+from ringmaster_dist.transport.about import here
+from tests.distributed.processes import LONG, Run, until
+
+pytestmark = pytest.mark.e2e
+
+
+def doctor(*arguments, **environment):
+    command = [sys.executable, "-m", "ringmaster_dist", "doctor", *arguments]
+    own = {name: value for name, value in os.environ.items() if name != "RINGMASTER_TOKEN"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**own, **environment})
+
+
+def lines(done):
+    """What was said of each thing."""
+    return {line[9:22].strip(): line[2:8].strip() + ": " + line[22:].strip() for line in done.stdout.splitlines()[1:]}
+
+
+def test_one_machine_alone():
+    done = doctor()
+    assert done.returncode == 0, done.stdout
+    said = lines(done)
+    assert said["versions"].startswith("ok: Python")
+    assert "float32" in said["cpu"]
+    assert "20 updates" in said["small run"]
+    assert done.stderr == ""
+
+
+def test_what_is_wrong_here_is_told(tmp_path, monkeypatch):
+    assert interface_addresses()["lo"] == "127.0.0.1"
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "eth99")
+    monkeypatch.setattr("ringmaster_dist.doctor.machine._DISK_BYTES", 1 << 60)
+    found = {finding.what: finding for finding in machine_findings(tmp_path)}
+    assert "no such interface" in found["interface"].text
+    assert "choose a run.dir elsewhere" in found["disk"].text
+    assert not found["interface"].ok
+    assert not found["disk"].ok
+
+
+def test_towards_a_running_server(tmp_path):
+    with Run(tmp_path / "run", *LONG) as run:
+        until(lambda: run.arrivals(), "the run goes on")
+        address = (run.directory / "address").read_text()
+        good = doctor(f"server={address}", f"token_file={run.directory}/token")
+        said = lines(good)
+        assert good.returncode == 0, good.stdout + good.stderr
+        assert said["RPC"] == "ok: a call was answered"
+        assert said["token"] == "ok: is that of this run"
+        assert abs(float(said["clock skew"].split()[1])) < 1
+        wrong = doctor(f"server={address}", RINGMASTER_TOKEN="yesterday's")
+        assert wrong.returncode == 1
+        assert "copy RUN_DIR/token" in lines(wrong)["token"]
+        assert len(run.joined()) == 3  # nobody was let in
+
+
+def test_towards_nobody_and_towards_strangers():
+    nobody = doctor("server=127.0.0.1:9")
+    assert (nobody.returncode, "cannot be reached" in lines(nobody)["store"]) == (1, True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_hang_up, args=(listener,), daemon=True).start()
+        stranger = doctor(f"server=127.0.0.1:{listener.getsockname()[1]}")
+        assert stranger.returncode == 1
+        assert "check the port" in lines(stranger)["store"]
+    for done in (nobody, stranger):
+        assert done.stderr == ""
+
+
+def _hang_up(listener):
+    while True:
+        try:
+            listener.accept()[0].close()
+        except OSError:
+            return
+
+
+def test_versions_and_loopback_are_compared():
+    assert _versions({**here(), "token": ""}).ok
+    other = _versions({**here(), "torch": "2.7.1"})
+    assert not other.ok
+    assert "2.7.1" in other.text
+    assert "install the same" in _versions({**here(), "protocol": 1}).text
+    fallen_back = _rpc_address("uv://127.0.0.1:4000", "10.0.0.7")
+    assert "TP_SOCKET_IFNAME" in fallen_back.text
+    assert not fallen_back.ok
+    assert _rpc_address("uv://10.0.0.7:4000", "10.0.0.7").ok
+
+
+@pytest.mark.parametrize(
+    "arguments", [["server=here"], ["colour=red"], ["server=a:1", "token_file=/nowhere"], ["runs/a"]]
+)
+def test_mistakes(arguments):
+    done = doctor(*arguments)
+    assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (2, 1, "")

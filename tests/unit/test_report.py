@@ -1,0 +1,176 @@
+"""What a report says of traces written by hand, where every number is known."""
+
+import json
+import time
+
+import pytest
+
+from ringmaster_dist.config.compose import compose
+from ringmaster_dist.config.describe import annotated
+from ringmaster_dist.observe import trace as traces
+from ringmaster_dist.observe.page import page
+from ringmaster_dist.observe.recording import Recording
+from ringmaster_dist.observe.report import write_report
+from ringmaster_dist.observe.run_directory import RunDirectoryError
+from ringmaster_dist.observe.view import labels, view
+
+# Worker 0 is quick; worker 1 is stopped once and is late once; worker 2 sends nonsense.
+ARRIVALS = [
+    # time, worker, sequence, version, delay, verdict, loss, compute_seconds
+    (1.0, 0, 0, 0, 0, "accepted", 4.0, 1.0),
+    (2.0, 0, 1, 1, 0, "accepted", 3.0, 0.75),
+    (3.0, 0, 2, 2, 0, "accepted", 2.0, 1.0),
+    (4.0, 1, 1, 3, 3, "stale", 5.0, 2.5),
+    (5.0, 2, 0, 3, 1, "invalid", None, 1.0),
+    (6.0, 1, 2, 3, 0, "accepted", 1.0, 2.0),
+]
+
+
+def line(time, worker, sequence, version, delay, verdict, loss, compute_seconds):
+    return json.dumps({"time": time, "worker": worker, "sequence": sequence, "gradient_version": version - delay,
+                       "version": version, "delay": delay, "verdict": verdict, "loss": loss,
+                       "compute_seconds": compute_seconds}) + "\n"  # fmt: skip
+
+
+def make(directory, *overrides, arrivals=ARRIVALS, metrics=(), summary=None, name="train"):
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(annotated(compose(overrides, name)))
+    (directory / "trace.jsonl").write_text("".join(line(*arrival) for arrival in arrivals))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    if summary is not None:
+        (directory / "summary.json").write_text(json.dumps(summary))
+    return directory
+
+
+def test_every_figure_of_a_small_run(tmp_path):
+    (run,) = view([Recording(make(tmp_path / "run"))])["runs"]
+    totals = run["totals"]
+    assert [totals[key] for key in ("updates", "accepted", "stale", "invalid", "interrupted")] == [4, 4, 1, 1, 1]
+    assert totals["wasted_fraction"] == pytest.approx(3.5 / (4.75 + 3.5))
+    assert run["training"]["value"] == [4.0, 3.0, 2.0, 1.0]
+    assert run["training"]["updates"] == [1, 2, 3, 4]
+    assert run["delays"]["accepted"] == [4, 0, 0, 0]
+    assert run["delays"]["stale"] == [0, 0, 0, 1]
+    assert run["delays"]["invalid"] == [0, 1, 0, 0]
+    # Of the delay of 3, two updates were made in the 2.5 s of computing, one before; the 1 of worker 2 before, too.
+    assert run["delays"]["parts"] == pytest.approx({"compute": 2 / 6, "queue": 2 / 6})
+    assert [(w["worker"], w["share"], w["interrupted"]) for w in run["workers"]] == [
+        (0, 0.75, 0),
+        (1, 0.25, 1),
+        (2, 0, 0),
+    ]
+    assert run["workers"][1]["tau"] == pytest.approx(2.25)
+
+
+def test_the_timeline_adds_up(tmp_path):
+    shown = view([Recording(make(tmp_path / "run"))])
+    kinds, timeline = shown["kinds"], shown["runs"][0]["timeline"]
+    width = timeline["seconds"] / len(timeline["shares"][0][0])
+    seconds = [
+        {kind: sum(shares) * width for kind, shares in zip(kinds, row, strict=True)} for row in timeline["shares"]
+    ]
+    assert seconds[0] == pytest.approx(
+        {"accepted": 2.75, "stale": 0, "invalid": 0, "interrupted": 0, "waiting": 0.25}, abs=0.02
+    )
+    assert seconds[1] == pytest.approx(
+        {"accepted": 2, "stale": 2.5, "invalid": 0, "interrupted": 1.5, "waiting": 0}, abs=0.02
+    )
+    spans = [(begin, end, kinds[kind]) for row, begin, end, kind in timeline["close"]["spans"] if row == 1]
+    assert spans == [(1.0, 1.5, "interrupted"), (1.5, 4.0, "stale"), (4.0, 6.0, "accepted")]
+
+
+def test_tokens_follow_each_worker_s_rows(tmp_path):
+    overrides = ["problem=nanochat", "cluster.batch=[8,2]", "model.sequence_len=10"]
+    (run,) = view([Recording(make(tmp_path / "run", *overrides))])["runs"]
+    assert run["training"]["tokens"] == [80, 160, 240, 260]
+    assert run["totals"]["tokens"] == 260
+
+
+def test_runs_are_named_by_what_differs(tmp_path):
+    a = make(tmp_path / "a", "method.eta=0.1")
+    b = make(tmp_path / "b", "method=rennala", "method.eta=0.1", "cluster.workers=7")
+    c = make(tmp_path / "c", "method.eta=0.1")
+    assert labels([Recording(a)]) == ["a"]
+    assert labels([Recording(a), Recording(b)]) == [
+        "method=ringmaster, threshold=8, workers=4", "method=rennala, batch=8, workers=7"]  # fmt: skip
+    assert [text.partition(":")[0] for text in labels([Recording(a), Recording(c)])] == ["a", "c"]
+
+
+def test_a_trace_is_read_on_and_read_anew_when_it_was_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(traces, "_BLOCK_BYTES", 300)  # lines lie across blocks
+    directory = make(tmp_path / "run")
+    path = directory / "trace.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + '{"time": 7.0, "wor')
+    recording = Recording(directory)
+    assert recording.trace["time"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    path.write_text(whole + line(7.0, 0, 3, 4, 0, "accepted", 1.0, 1.0))
+    recording.look()
+    assert recording.trace["time"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    path.write_text(whole.splitlines(keepends=True)[0])
+    recording.look()
+    assert recording.trace["verdict"].tolist() == [0]
+
+
+def test_it_says_how_a_run_stands(tmp_path):
+    going = Recording(make(tmp_path / "going"))
+    assert going.state == "going on"
+    import os
+
+    for name in ("trace.jsonl", "metrics.jsonl"):
+        os.utime(tmp_path / "going" / name, (time.time() - 100, time.time() - 100))
+    assert going.state == "ended without a summary"
+    assert Recording(make(tmp_path / "done", summary={"ended": "budget"})).state == "finished"
+
+
+def test_a_run_without_a_trace_shows_what_was_measured(tmp_path):
+    rows = [{"time": float(t), "version": 10 * t, "gap": 5.0 - t, "accepted": 10 * t, "stale": t, "invalid": 0}
+            for t in range(4)]  # fmt: skip
+    (run,) = view([Recording(make(tmp_path / "run", arrivals=[], metrics=rows))])["runs"]
+    assert run["objective"] == "gap"
+    assert run["evaluation"]["value"] == [5.0, 4.0, 3.0, 2.0]
+    assert run["over_time"]["accepted"] == pytest.approx([10 / 11] * 3)
+    assert run["totals"]["updates"] == 30
+    assert len(write_report([tmp_path / "run"], tmp_path / "out")) == 4
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (None, "is not a directory"),
+        ({}, "no config.yaml"),
+        ({"config.yaml": "a: [1"}, "not the configuration"),
+        ({"config.yaml": "title: my notes"}, "not the configuration"),
+        ({"config.yaml": True}, "nothing to show yet"),
+        ({"config.yaml": True, "trace.jsonl": "", "metrics.jsonl": ""}, "nothing to show yet"),
+        ({"config.yaml": True, "trace.jsonl": '{"time": 1.0, "wor'}, "nothing to show yet"),
+        ({"config.yaml": True, "trace.jsonl": "hello\n"}, "not of a trace"),
+        ({"config.yaml": True, "trace.jsonl": '{"epoch": 3}\n'}, "not of a trace"),
+        ({"config.yaml": True, "trace.jsonl": line(1.0, 0, 0, 0, 0, "maybe", 1.0, 1.0)}, '\'{"time": 1.0'),
+    ],
+)
+def test_what_cannot_be_shown_is_told_in_one_line(files, words, tmp_path):
+    for name, text in (files or {}).items():
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_text(annotated(compose([], "train")) if text is True else text)
+    if files == {}:
+        (tmp_path / "run").mkdir()
+    with pytest.raises(RunDirectoryError) as error:
+        write_report([tmp_path / "run"], tmp_path / "out")
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_long_run_gives_a_small_page(tmp_path):
+    many = [(0.01 * i, i % 7, i // 7, i, i % 5, "accepted", 1.0 + 1.0 / (i + 1), 0.06) for i in range(60_000)]
+    text = page(view([Recording(make(tmp_path / "run", arrivals=many))]))
+    assert len(text) < 200_000
+    assert "60000" in text
+
+
+def test_nothing_in_a_run_can_break_out_of_the_page(tmp_path):
+    directory = make(tmp_path / "run<script>alert(1)<", "data.path='</script><b>'", "problem=nanochat", "data=text")
+    text = page(view([Recording(directory)]))
+    assert text.count("<script") == 2
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in text

@@ -1,0 +1,63 @@
+"""The page of a run that goes on: what is served, to whom, and what happens before there is anything to see."""
+
+import json
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+
+from ringmaster_dist.cli.main import main
+from ringmaster_dist.observe.watch import Watcher
+from tests.unit.test_report import line, make
+
+
+@pytest.fixture
+def watcher(tmp_path):
+    made = Watcher(make(tmp_path / "run", arrivals=[]))
+    yield made
+    made.close()
+
+
+def get(watcher, path="", **headers):
+    with urllib.request.urlopen(urllib.request.Request(watcher.url + path, headers=headers), timeout=10) as answer:
+        return answer.read().decode()
+
+
+def test_it_waits_for_something_to_see_and_follows_it(watcher, tmp_path):
+    assert "nothing to show yet" in get(watcher)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        get(watcher, "data.json")
+    trace = tmp_path / "run/trace.jsonl"
+    for version in range(3):
+        with trace.open("a") as file:
+            file.write(line(version + 1.0, 0, version, version, 0, "accepted", 1.0, 0.5))
+        assert json.loads(get(watcher, "data.json"))["runs"][0]["totals"]["updates"] == version + 1
+    assert 'data-refresh="2"' in get(watcher)
+
+
+def test_it_serves_nothing_else(watcher):
+    for path in ("config.yaml", "../token", "%2e%2e/token"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(watcher, path)
+    with pytest.raises(urllib.error.HTTPError, match="501"):
+        urllib.request.urlopen(urllib.request.Request(watcher.url, data=b"x", method="POST"), timeout=10)
+    with pytest.raises(urllib.error.HTTPError, match="403"):  # a name that somebody else has pointed here
+        get(watcher, Host="evil.example:80")
+
+
+def test_mistakes_are_told_in_one_line(tmp_path, capsys):
+    run = make(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for arguments, words in (
+            ([str(run), f"port={port}"], "choose another, or port=0"),
+            ([str(run), "port=99999"], "port=99999"),
+            ([str(tmp_path)], "no config.yaml"),
+            ([str(run), "colour=red"], "port= and host="),
+            ([], "a run directory"),
+        ):
+            assert main(["watch", *arguments]) == 2
+            said = capsys.readouterr().err
+            assert words in said
+            assert len(said.splitlines()) == 1
