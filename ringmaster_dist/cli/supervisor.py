@@ -79,7 +79,7 @@ def supervise(config: Config, directory: RunDirectory, look: Callable[[], None] 
                 return server.exit_code or 1
             workers = [
                 Place(f"worker-slot-{slot}", _work, address, directory.read("token"), slot, _timeouts(config))
-                for slot in range(config.cluster.workers)
+                for slot in range(local_workers(config))
             ]
             while not (asked() or failure or server.exit_code in (0, _MISTAKE)):
                 for place in (server, *workers):
@@ -100,6 +100,11 @@ def supervise(config: Config, directory: RunDirectory, look: Callable[[], None] 
         print(f"ringmaster: {failure}: the run was ended; the last words are above", file=sys.stderr)
         return 1
     return 1 if server.exit_code is None else server.exit_code
+
+
+def local_workers(config: Config) -> int:
+    cluster = config.cluster
+    return cluster.workers if cluster.local_workers is None else cluster.local_workers
 
 
 def _timeouts(config: Config) -> dict[str, float]:
