@@ -1,4 +1,4 @@
-"""The run's token, where it is given from outside: by a file or the environment, never on a command line, which others see."""
+"""The run's token where it is given from outside: by a file or the environment, never by a command line others see."""
 
 from __future__ import annotations
 

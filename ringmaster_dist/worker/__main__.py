@@ -33,8 +33,8 @@ there yet, and for one that has gone; the configuration comes from the server. U
   call_seconds      and this long for an answer, then it connects anew and asks again (60)
   patience_seconds  it looks for a server that is away for this long, then gives up (60)
 
-RINGMASTER_LOG=INFO says more. Exit code 0: the run is over. 1: the server is lost, or gradients cannot be computed here.
-2: a mistake, or the server refuses this worker; the line on stderr says why.
+RINGMASTER_LOG=INFO says more. Exit code 0: the run is over. 1: the server is lost, or gradients cannot be computed
+here. 2: a mistake, or the server refuses this worker; the line on stderr says why.
 """
 _KEYS = ("server", "token_file", "slot", "connect_seconds", "call_seconds", "patience_seconds")
 

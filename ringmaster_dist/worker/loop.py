@@ -159,9 +159,17 @@ class Worker:
             if reply.unknown:
                 return reply.ended
             if reply.ended:
-                self._insist(lambda c: c.leave(session))
+                self._say_goodbye(session)
                 return True
             snapshot = reply.snapshot or snapshot
+
+    def _say_goodbye(self, session: str) -> None:
+        """After the end, once: a server that has gone needs no farewell."""
+        try:
+            if self._connection is not None:
+                self._connection.leave(session)
+        except self._unreachable as error:
+            log.info("%s after the end", error)
 
     def _gradient(
         self, job: Job, session: str, worker: int, sequence: int, snapshot: Snapshot, stop: threading.Event
