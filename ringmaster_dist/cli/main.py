@@ -22,6 +22,7 @@ COMMANDS = {
     "advise": "simulate methods and thresholds on a cluster and recommend one",
     "experiment": "reproduce an experiment of the paper: grids, figure, summary",
     "bench": "measure this system beside its alternatives",
+    "chaos": "train under kills, stops, disconnects, NaNs and server restarts, and account for it",
 }
 
 

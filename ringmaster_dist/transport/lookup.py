@@ -1,7 +1,7 @@
 """Where the server's agent is: one question to the store at the server's port, with a limit that holds.
 
-c10d's client reads its answers without a timeout: with a peer that accepts and stays silent (another program, a link just
-cut) it would wait for as long as TCP does. So the question is asked in a thread that may be left behind.
+c10d's client reads its answers without a timeout: with a peer that accepts and stays silent (another program, a link
+just cut) it would wait for as long as TCP does. So the question is asked in a thread that may be left behind.
 """
 
 from __future__ import annotations

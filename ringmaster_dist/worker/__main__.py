@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 
 from ringmaster_dist.transport.quiet import quiet_environment
 
@@ -17,7 +18,7 @@ from ringmaster_dist.config.secret import given_token  # noqa: E402
 from ringmaster_dist.transport.memory import keep_memory  # noqa: E402
 from ringmaster_dist.transport.star import Client, Unreachable  # noqa: E402
 from ringmaster_dist.worker.job import make_job  # noqa: E402
-from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker  # noqa: E402
+from ringmaster_dist.worker.loop import Failed, Job, Lost, Refused, Worker  # noqa: E402
 
 _HELP = """python -m ringmaster_dist.worker server=HOST:PORT [key=value ...]
 
@@ -59,16 +60,17 @@ def main(argv: list[str]) -> int:
 
 
 def work(
-    server: str, token: str, *, slot: int = -1, connect_seconds: float = 10.0, call_seconds: float = 60.0,
-    patience_seconds: float = 60.0,
+    server: str, token: str, make: Callable[[str, int], Job] = make_job, /, *, slot: int = -1,
+    connect_seconds: float = 10.0, call_seconds: float = 60.0, patience_seconds: float = 60.0,
 ) -> int:  # fmt: skip
+    """Works until the run is over; returns the exit code."""
     keep_memory()
 
     def connect() -> Client:
         return Client(server, connect_seconds=connect_seconds, call_seconds=call_seconds)
 
     worker = Worker(
-        connect, Unreachable, make_job, token=token, slot=slot, patience_seconds=patience_seconds,
+        connect, Unreachable, make, token=token, slot=slot, patience_seconds=patience_seconds,
         explain=explain_difference,
     )  # fmt: skip
     try:

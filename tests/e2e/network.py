@@ -1,4 +1,6 @@
-"""Machines on one table: network namespaces, each with a link of its own to a bridge. Needs root, iproute2 and /dev/net/tun.
+"""Machines on one table: network namespaces, each with a link of its own to a bridge.
+
+Needs root, iproute2 and /dev/net/tun.
 
 Everything lives in namespaces made here, with names of this process; they and what runs in them are gone afterwards.
 A link can be cut, be narrow (tc tbf), or be long and lossy: that last one is a pair of TAP devices with `relay.py`
