@@ -2,7 +2,8 @@
 
 Each accepted gradient costs the server one update and moves the model once in and once out; links are full duplex, and
 transfers go on while an update is computed, so the smaller of the two rates is the limit. Workers ask for one exchange
-per gradient. Local accumulation of ``k`` gradients divides what they ask for, a narrower wire the bytes, shards both costs.
+per gradient. Local accumulation of ``k`` gradients divides what they ask for, a narrower wire the bytes, shards both
+costs.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from ringmaster_dist.transport.quiet import quiet_environment
 
@@ -27,7 +28,8 @@ there yet, and for one that has gone; the configuration comes from the server. U
 
   torchrun --standalone --nproc-per-node=G -m ringmaster_dist.worker server=HOST:PORT
 
-  server            where the server is; <run.dir>/address on its machine has it
+  server            where the server is; <run.dir>/address on its machine has it. server=@FILE: what FILE says, read
+                    at every attempt, for a server that may come back at another place
   token_file        the file with the run's token; else RINGMASTER_TOKEN_FILE names it, or RINGMASTER_TOKEN is it
   slot              whose place in the delay profile it keeps the pace of, where the run is paced (-1: that of its id)
   connect_seconds   it waits this long for a connection (10)
@@ -67,7 +69,7 @@ def work(
     keep_memory()
 
     def connect() -> Client:
-        return Client(server, connect_seconds=connect_seconds, call_seconds=call_seconds)
+        return Client(_where(server), connect_seconds=connect_seconds, call_seconds=call_seconds)
 
     worker = Worker(
         connect, Unreachable, make, token=token, slot=slot, patience_seconds=patience_seconds,
@@ -87,6 +89,23 @@ def work(
     return 0
 
 
+def _where(server: str) -> str:
+    if not server.startswith("@"):
+        return server
+    try:
+        text = Path(server[1:]).read_text().strip()
+    except OSError as error:
+        raise Unreachable(f"no server has written {server[1:]} ({error.strerror})") from error
+    if not _is_address(text):
+        raise Unreachable(f"{server[1:]} has no HOST:PORT")
+    return text
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit()
+
+
 def _parse(argv: list[str]) -> dict[str, str]:
     given = {}
     for word in argv:
@@ -94,9 +113,9 @@ def _parse(argv: list[str]) -> dict[str, str]:
         if not equals or key not in _KEYS:
             raise ValueError(f"{word!r} is not understood: write key=value with {', '.join(_KEYS)}")
         given[key] = value
-    host, _, port = given.get("server", "").rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"server={given.get('server', '')}: write server=HOST:PORT; <run.dir>/address has it")
+    server = given.get("server", "")
+    if not (_is_address(server) or (server.startswith("@") and server[1:])):
+        raise ValueError(f"server={server}: write server=HOST:PORT; <run.dir>/address has it")
     return given
 
 

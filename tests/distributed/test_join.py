@@ -79,6 +79,23 @@ def test_a_worker_waits_for_a_server_that_is_not_there_yet(tmp_path, monkeypatch
     told(early, 0)
 
 
+def test_a_server_that_is_named_by_a_file(tmp_path):
+    """Read at every attempt: first there is none, then a wrong one, then the server's own."""
+    named = tmp_path / "address"
+    early = start("ringmaster_dist.worker", f"server=@{named}", RINGMASTER_TOKEN=TOKEN)
+    assert f"no server has written {named}" in early.stderr.readline()
+    named.write_text(f"127.0.0.1:{free_port()}")
+    assert "(Connection refused)" in early.stderr.readline()
+    environment = {"RINGMASTER_TOKEN": TOKEN}
+    line = [f"run.dir={tmp_path}/run", *QUICK, "cluster.workers=1", "budget.updates=null", "budget.seconds=4"]
+    server = start("ringmaster_dist", "train", *line, **environment)
+    until(lambda: (tmp_path / "run/address").exists(), "the server is there")
+    named.write_text((tmp_path / "run/address").read_text())
+    told(server, 0)
+    told(early, 0)
+    assert '"worker": 1' in (tmp_path / "run/members.jsonl").read_text()
+
+
 def test_a_port_where_something_else_listens_is_told():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"

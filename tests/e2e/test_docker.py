@@ -1,4 +1,4 @@
-"""The compose cluster on a real engine: ``pytest -m docker`` where one is running. Left out otherwise, see pyproject.toml.
+"""The compose cluster on a real engine: ``pytest -m docker`` where one is running. Left out otherwise.
 
 One cluster lives through it all: it learns, loses workers, grows, loses its server, is stopped, and replays.
 BASE_IMAGE chooses what the image is built from (docker/ci.sh makes one where no registry can be reached).
