@@ -3,19 +3,23 @@
 After each: counters add up, the run ends by itself, the trace replays to the same bits (`check_finished`).
 """
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import Run, check_finished, until
+from tests.distributed.processes import Run, check_finished, recompute, until
 from tests.e2e.network import Network, require_namespaces
 
 pytestmark = [pytest.mark.netns, pytest.mark.e2e]
 
+ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400
 TOKEN = {"RINGMASTER_TOKEN": "a token of sixteen or more".replace(" ", "-")}
 SERVER = ["cluster.local_workers=0", f"server.port={PORT}", "method=asynchronous", "problem.dim=2000",
@@ -116,7 +120,7 @@ def test_a_worker_on_a_bad_link_is_slow_alone(network, tmp_path):
     network.machine("far", delay_seconds=0.05, loss=0.01)
     network.machine("thin")
     network.narrow("thin", "800kbit")
-    overrides = [*SERVER, f"server.host={host}", "cluster.workers=3", "budget.seconds=12"]
+    overrides = [*SERVER, f"server.host={host}", "cluster.workers=3", "budget.seconds=10"]
     run = Run(tmp_path / "run", f"run.dir={tmp_path}/run", *overrides, "resume=null", prefix=network.at("server"))
     with run, Workers(network, f"{host}:{PORT}") as workers:
         for number, name in enumerate(("near", "far", "thin")):
@@ -130,3 +134,52 @@ def test_a_worker_on_a_bad_link_is_slow_alone(network, tmp_path):
     assert 10 < delivered[1] < 0.5 * delivered[0]
     assert 3 < delivered[2] < 0.3 * delivered[0]
     assert network.lost_frames() > 0
+
+
+def processes_with(*words: str) -> list[int]:
+    """Whose command line has all these words, each as a word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if all(word in line for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_the_scripts_of_two_machines(network, tmp_path):
+    """launch/server.sh and launch/worker.sh, with torchrun behind them; the server crashes and is brought back."""
+    host = network.machine("server")
+    network.machine("worker")
+    run = tmp_path / "run"
+    environment = {**os.environ, **TOKEN, "RINGMASTER_PYTHON": sys.executable, "WORKERS": "2"}
+    overrides = ["problem.dim=50", "cluster.profile=similar", "cluster.unit_seconds=0.02", "method=asynchronous",
+                 "budget.updates=700", "budget.seconds=null", "checkpoint.every=10"]  # fmt: skip
+    serving = {**environment, "SERVER_HOST": host, "RUN_DIR": str(run)}
+    server = subprocess.Popen(
+        [*network.at("server"), str(ROOT / "launch/server.sh"), *overrides],
+        env=serving,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    worker = subprocess.Popen(
+        [*network.at("worker"), str(ROOT / "launch/worker.sh"), f"{host}:{PORT}"], env=environment
+    )
+    try:
+        until(lambda: list(run.glob("checkpoints/*.safetensors")), "a checkpoint")
+        (rank,) = set(processes_with("ringmaster_dist.train", f"run.dir={run}")) - set(
+            processes_with("torch.distributed.run", f"run.dir={run}")
+        )
+        os.kill(rank, signal.SIGKILL)
+        output, _ = server.communicate(timeout=90)
+        assert (server.returncode, worker.wait(timeout=60)) == (0, 0)
+    finally:
+        for process in (server, worker):
+            process.kill()
+            process.wait()
+    assert "700 updates" in output
+    assert len((run / "terms.jsonl").read_text().splitlines()) == 2
+    assert json.loads((run / "summary.json").read_text())["num_workers"] == 2
+    assert recompute(run).same
