@@ -7,5 +7,10 @@ say "lint"
 .venv/bin/ruff format --check .
 say "types"
 .venv/bin/mypy
-say "tests"
-exec .venv/bin/python -m pytest "$@"
+if [ $# -gt 0 ]; then
+    exec .venv/bin/python -m pytest "$@"
+fi
+say "tests, on all cores"
+.venv/bin/python -m pytest -n "$(nproc)" --dist worksteal -m "not alone and not docker"
+say "tests that measure, one by one"
+.venv/bin/python -m pytest -m "alone and not docker"

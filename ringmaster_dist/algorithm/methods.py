@@ -7,10 +7,18 @@ that is now complete is the mean). Methods hold counts, never tensors.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import Any
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
 
 from ringmaster_dist.algorithm.schedules import Schedule
+
+
+class Change(NamedTuple):
+    """A threshold that was chosen during the run, and why."""
+
+    version: int  # in force, or approached, from this update on
+    threshold: int
+    reason: str
 
 
 class Method:
@@ -28,6 +36,13 @@ class Method:
     def refusal(self, worker_id: int) -> str:
         """Why this worker may not contribute now; empty if it may."""
         return ""
+
+    def observe(self, worker_id: int, seconds: float) -> None:
+        """A gradient, accepted or stale, took this long. What is done with it may not depend on anything else."""
+
+    def changes(self) -> Sequence[Change]:
+        """What the method has decided by itself since the last time it was asked."""
+        return ()
 
     def admit(self, worker_id: int, live: Set[int]) -> int:
         """Counts an accepted gradient in. If that completes an update: of how many gradients it is the mean, else 0."""

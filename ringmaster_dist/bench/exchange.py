@@ -1,4 +1,6 @@
-"""``ringmaster bench exchange``: a push and the snapshot that comes back, beside the same bytes over plain TCP.
+"""``ringmaster bench exchange``: a push and the snapshot that comes back, beside the same bytes by other means.
+
+Plain TCP, gloo's send and receive, and, where Ray is installed, a call of a Ray actor that takes and gives a tensor.
 
 The peer is another process. Ours goes through everything but the update itself: the RPC agent, the unpickler, the
 session, the checks of the gradient, the verdict, the ledger. With a narrow wire, rounding the gradient and the iterate
@@ -7,7 +9,9 @@ counts; widening them does not: that is done by the copy into the model and by t
 
 from __future__ import annotations
 
-import signal
+import importlib.util
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,11 +22,11 @@ from typing import Any
 import torch
 
 from ringmaster_dist.bench import show
+from ringmaster_dist.bench.peers import TOKEN, Peer, serve
 from ringmaster_dist.bench.update import paper_parameters
 from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push
 from ringmaster_dist.wire import Ends, Wire
 
-_TOKEN = "bench"
 _COLUMNS = ["exchange", "relative", "ms", "worst ms", "MB each way"]
 _WIRES = {"float32": Wire(), "bfloat16": Wire(torch.bfloat16, torch.bfloat16)}
 
@@ -38,14 +42,21 @@ def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
     keep_memory()
     size = sum(parameter.size for parameter in paper_parameters())
     seconds: dict[str, list[float]] = {"raw TCP, float32": []}
-    peers = [_Peer("tcp", str(4 * size))]
+    peers = [Peer(__name__, "tcp", str(4 * size))]
     raw = _raw_exchange(peers[0].address, 4 * size)
     candidates: dict[str, Callable[[], None]] = {"raw TCP, float32": raw}
+    others = {"gloo send and receive, float32": Peer(__name__, "gloo", str(size))}
+    if importlib.util.find_spec("ray"):
+        others["Ray actor, float32"] = Peer(__name__, "ray", str(size))
+    peers += others.values()
     try:
         for _ in range(rounds):
+            for label, other in others.items():
+                other.ask(str(exchanges))
+                seconds.setdefault(label, []).extend(json.loads(other.answer()))
             for name in _WIRES:
                 # A process has one RPC agent at a time, so each round makes a connection of its own.
-                with _Peer("server", name) as peer:
+                with Peer(__name__, "server", name) as peer:
                     exchange, close = _our_exchange(peer.address, _WIRES[name], size)
                     candidates[f"ringmaster, {name}"] = exchange
                     for label in ("raw TCP, float32", f"ringmaster, {name}"):
@@ -76,26 +87,6 @@ def _row(name: str, times: list[float], baseline: float, size: int) -> dict[str,
         "worst ms": round(max(times) * 1e3, 1),
         "MB each way": round(size * bytes_each / 1e6, 1),
     }
-
-
-class _Peer:
-    """The process on the other side."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", __name__, *arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().strip()
-
-    def __enter__(self) -> _Peer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
 
 
 # --- plain TCP ---------------------------------------------------------------------------------------------------
@@ -132,6 +123,67 @@ def _echo(size: int) -> None:
             stream.sendall(outgoing)
 
 
+# --- gloo, Ray ---------------------------------------------------------------------------------------------------
+
+
+def _gloo(size: int) -> None:
+    """Rank 0, with rank 1 in a process of its own; tells the seconds of exchanges when asked."""
+    import torch.distributed as dist
+
+    port = _free_port()
+    subprocess.Popen([sys.executable, "-m", __spec__.name, "gloo-echo", str(size), str(port)])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+    outgoing, incoming = torch.randn(size), torch.empty(size)
+
+    def exchange() -> None:
+        dist.send(outgoing, 1)
+        dist.recv(incoming, 1)
+
+    _answer(exchange)
+
+
+def _gloo_echo(size: int, port: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    buffer = torch.empty(size)
+    try:
+        while True:
+            dist.recv(buffer, 0)
+            dist.send(buffer, 0)
+    except RuntimeError:  # the other side has gone
+        os._exit(0)
+
+
+def _ray(size: int) -> None:
+    import numpy as np
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+    @ray.remote
+    class Server:
+        def push(self, gradient: Any) -> Any:
+            return gradient
+
+    server: Any = Server.remote()
+    gradient = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
+    _answer(lambda: ray.get(server.push.remote(gradient)))
+
+
+def _answer(exchange: Callable[[], Any]) -> None:
+    exchange()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_times(exchange, int(line))), flush=True)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 # --- ours --------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +191,7 @@ def _our_exchange(address: str, wire: Wire, size: int) -> tuple[Callable[[], Non
     from ringmaster_dist.transport.star import Client
 
     client = Client(address, connect_seconds=10.0, call_seconds=60.0)
-    welcome = client.join(JoinRequest(PROTOCOL_VERSION, _TOKEN, 0))
+    welcome = client.join(JoinRequest(PROTOCOL_VERSION, TOKEN, 0))
     assert welcome.snapshot is not None
     gradient, at = torch.randn(size), [0, welcome.snapshot.version]
     ends = Ends(wire, size, torch.float32)
@@ -154,46 +206,9 @@ def _our_exchange(address: str, wire: Wire, size: int) -> tuple[Callable[[], Non
     return exchange, client.close
 
 
-class _Ignore:
-    """A journal that keeps nothing."""
-
-    def arrival(self, *arguments: Any) -> None: ...
-
-    def membership(self, *arguments: Any) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def mark(self) -> dict[str, int]:
-        return {}
-
-
-def _serve(wire: Wire) -> None:
-    from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
-    from ringmaster_dist.algorithm.methods import Method
-    from ringmaster_dist.algorithm.schedules import Constant
-    from ringmaster_dist.algorithm.update import Update
-    from ringmaster_dist.server.core import ServerCore
-    from ringmaster_dist.server.service import Service, Settings
-    from ringmaster_dist.transport.memory import keep_memory
-    from ringmaster_dist.transport.star import Host
-
-    keep_memory()
-    layout = Layout(paper_parameters(), GEOMETRY_MAPS["muon"])
-    update = Update(layout)
-    update.apply = lambda *arguments, **settings: None  # type: ignore[method-assign]
-    core = ServerCore(torch.zeros(layout.size), Method(Constant(0.1, 0.05)), update, wire.gradient_dtype)
-    settings = Settings(
-        "", "", _TOKEN, max_updates=float("inf"), max_seconds=float("inf"), lease_seconds=60.0, wire=wire
-    )
-    service = Service(core, settings, _Ignore())
-    host = Host(service, "127.0.0.1", 0, threads=4, timeout=60.0)
-    service.start()
-    print(host.address, flush=True)
-    signal.pause()  # until it is ended
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "tcp":
-        _echo(int(sys.argv[2]))
+    others = {"tcp": _echo, "gloo": _gloo, "gloo-echo": _gloo_echo, "ray": _ray}
+    if sys.argv[1] in others:
+        others[sys.argv[1]](*map(int, sys.argv[2:]))
     else:
-        _serve(_WIRES[sys.argv[2]])
+        serve("nanochat", _WIRES[sys.argv[2]], threshold=float("inf"), updates=False)

@@ -5,24 +5,33 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ringmaster_dist.cli.sources import times_of, wholes
 from ringmaster_dist.config.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ringmaster_dist.simulation.forecast import Forecast
 
 _HELP = """ringmaster advise [SOURCE] [thresholds=1,2,4,8,16,32] [key=value ...]
 
 Plays candidate methods and thresholds on a cluster in virtual time and says what each would do: updates per second,
 wasted compute, workers that would starve (nothing of theirs is ever accepted), speed-up over synchronous training. Then
 it recommends a threshold: the smallest that makes nine tenths of the updates that accepting everything would make,
-since what a larger one adds are older gradients. "slow half" is the share of accepted gradients that comes from the
-slower half of the workers. SOURCE is as for ringmaster theory:
+since what a larger one adds are older gradients; for that one it also says what becomes of each worker's work. "slow
+half" is the share of accepted gradients that comes from the slower half of the workers. SOURCE is as for ringmaster
+theory:
 
   times=1,2,4 | file=profile.json | gpus | run=RUN_DIR | cluster.workers=8 cluster.profile=linear ...
 
 run=RUN_DIR answers what would have been had the threshold been another: ringmaster advise run=runs/a thresholds=4
 """
 _ENOUGH = 0.9
-_SLOWEST_GRADIENTS = 60  # the horizon, in gradients of the slowest worker
+_LISTED_WORKERS = 12
+_SLOWEST_GRADIENTS, _LEAST_GRADIENTS = 60, 4  # the horizon, in gradients of the slowest worker
+_ENOUGH_GRADIENTS = 20_000  # of all of them: more than this tells nothing new
 _OWN = ("times", "file", "run", "thresholds")
 
 
@@ -50,13 +59,16 @@ def _advise(times: Sequence[float], what: str, thresholds: Sequence[int], jitter
     from rich.console import Console
     from rich.table import Table
 
+    from ringmaster_dist.algorithm.auto import AutoThreshold
     from ringmaster_dist.algorithm.methods import Method, Rennala, Synchronous
     from ringmaster_dist.algorithm.schedules import Constant
-    from ringmaster_dist.simulation.forecast import Forecast, forecast
+    from ringmaster_dist.simulation.forecast import forecast
 
-    horizon = _SLOWEST_GRADIENTS * times[-1]
+    enough = _ENOUGH_GRADIENTS / sum(1.0 / seconds for seconds in times)
+    horizon = max(_LEAST_GRADIENTS * times[-1], min(_SLOWEST_GRADIENTS * times[-1], enough))
     candidates: dict[str, Method] = {
         **{f"ringmaster R={r}": Method(Constant(0.1, 0.1, r)) for r in thresholds},
+        "ringmaster R=auto": AutoThreshold(Constant(0.1, 0.05)),
         "asynchronous": Method(Constant(0.1, 0.1, math.inf)),
         f"rennala B={len(times)}": Rennala(Constant(0.1, 0.1), len(times)),
         "synchronous": Synchronous(Constant(0.1, 0.1)),
@@ -81,9 +93,32 @@ def _advise(times: Sequence[float], what: str, thresholds: Sequence[int], jitter
     most = found["asynchronous"].updates_per_second
     enough = [r for r in thresholds if found[f"ringmaster R={r}"].updates_per_second >= _ENOUGH * most]
     chosen = enough[0] if enough else thresholds[-1]
-    rate = found[f"ringmaster R={chosen}"].updates_per_second
+    advised = found[f"ringmaster R={chosen}"]
+    console.print(_workers(times, advised))
+    rate = advised.updates_per_second
     console.print(
         f"advice: method=ringmaster method.threshold={chosen} "
         f"({rate:.4g} updates/s, {rate / most:.0%} of what accepting everything would make)",
         highlight=False,
+        soft_wrap=True,
     )
+
+
+def _workers(times: Sequence[float], forecast_: Forecast) -> Table:
+    """What would become of each worker's work, as advised."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("worker", "s/gradient", "accepted of what it began", "share of updates"):
+        table.add_column(column, justify="right", no_wrap=True)
+    total = max(1, int(forecast_.accepted.sum()))
+    last = len(times) - 1
+    for worker in range(len(times)):
+        if _LISTED_WORKERS <= worker < last:
+            if worker == _LISTED_WORKERS:
+                table.add_row("...", "", "", "")
+            continue
+        accepted, begun = int(forecast_.accepted[worker]), int(forecast_.begun[worker])
+        table.add_row(str(worker), f"{times[worker]:.4g}", f"{accepted / max(1, begun):.0%}", f"{accepted / total:.1%}")
+    return table

@@ -12,6 +12,8 @@ BENCHES = {
     "gradient": "a gradient of the paper's model, beside a plain loop over the same module",
     "exchange": "a push and the snapshot that comes back, beside the same bytes over plain TCP",
     "scale": "how large a cluster one server carries, from measured updates, simulated workers and assumed links",
+    "server": "updates per second with many workers pushing, beside one over the time of an update",
+    "time-to-loss": "seconds to a validation loss on paced workers, beside DistributedDataParallel and every method",
     "efficiency": "gradients delivered by paced workers, beside the sum of their rates; interruption",
 }
 
@@ -30,7 +32,7 @@ Without a name, all of them.
 
 def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
-        print(_HELP.format(benches="\n".join(f"  {name:<10} {text}" for name, text in BENCHES.items())))
+        print(_HELP.format(benches="\n".join(f"  {name:<12} {text}" for name, text in BENCHES.items())))
         return 0
     options = {word for word in argv if word.startswith("-")}
     names = [word for word in argv if not word.startswith("-")] or list(BENCHES)
@@ -39,6 +41,6 @@ def main(argv: list[str]) -> int:
     if unknown := [name for name in names if name not in BENCHES]:
         raise UserError(f"there is no bench {unknown[0]!r}; known: {', '.join(BENCHES)}")
     for name in names:
-        module = importlib.import_module(f"ringmaster_dist.bench.{name}")
+        module = importlib.import_module(f"ringmaster_dist.bench.{name.replace('-', '_')}")
         module.run("--quick" in options, "--json" in options)
     return 0

@@ -13,7 +13,8 @@ from ringmaster_dist.config.errors import UserError
 if TYPE_CHECKING:
     from ringmaster_dist.experiment.plan import Plan
 
-_HELP = """ringmaster experiment quadratic|nanochat [size=...] [dir=...] [seeds=3] [jobs=N] [workers=8] [regimes=...]
+_HELP = """ringmaster experiment quadratic|nanochat|auto [size=...] [dir=...] [seeds=3] [jobs=N] [workers=8]
+           [regimes=...]
 
 Reproduces an experiment of the paper in virtual time: tunes every method over its grid in each delay regime under the
 same budget, runs the winners with several seeds, and writes the tables (tuning.csv, curves.csv), the figure (PNG, PDF)
@@ -24,6 +25,8 @@ and a summary in words. Interrupted at any time, the same command goes on with w
   nanochat   size=full    the paper's model and grids; one command for a machine with a GPU
              size=cpu     the tiny model on Python's standard library, the same methods and grids (the default)
              size=smoke   a minute; workers=8 or 32
+  auto       size=full    method.threshold=auto beside the best fixed threshold, also where speeds change in mid-run
+             size=smoke   the same in small
 
   regimes=linear,similar   only these
 """
@@ -68,7 +71,7 @@ def _plan(name: str, words: list[str]) -> tuple[Plan, dict[str, str]]:
         if not equals or key not in _KNOWN:
             raise UserError(f"{word}: write key=value with one of {', '.join(_KNOWN)}")
         options[key] = value
-    sizes = {"quadratic": ("full", "smoke"), "nanochat": ("cpu", "full", "smoke")}
+    sizes = {"quadratic": ("full", "smoke"), "nanochat": ("cpu", "full", "smoke"), "auto": ("full", "smoke")}
     if name not in sizes:
         raise UserError(f"there is no experiment {name!r}; known: {', '.join(sizes)}")
     size = options.get("size", sizes[name][0])
@@ -77,12 +80,14 @@ def _plan(name: str, words: list[str]) -> tuple[Plan, dict[str, str]]:
     seeds = _whole("seeds", options.get("seeds", "3"))
     if name == "quadratic":
         chosen = plan.quadratic(size, seeds)
+    elif name == "auto":
+        chosen = plan.auto(size, seeds)
     else:
         chosen = plan.nanochat(size, seeds, _whole("workers", options.get("workers", "8")))
-    regimes = tuple(options.get("regimes", ",".join(plan.REGIMES)).split(","))
+    regimes = tuple(options.get("regimes", ",".join(chosen.regimes)).split(","))
     for regime in regimes:
-        if regime not in plan.REGIMES:
-            raise UserError(f"regimes={options['regimes']}: {regime!r} is not one of {', '.join(plan.REGIMES)}")
+        if regime not in chosen.regimes:
+            raise UserError(f"regimes={options['regimes']}: {regime!r} is not one of {', '.join(chosen.regimes)}")
     return chosen._replace(regimes=regimes), options
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ringmaster_dist.algorithm.methods import Change
 from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
@@ -43,7 +44,8 @@ _SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port b
 class Journal:
     """Writes what the service tells: the trace and the members. Called under the service's lock."""
 
-    def __init__(self, directory: RunDirectory, sizes: Mapping[str, int]) -> None:
+    def __init__(self, directory: RunDirectory, sizes: Mapping[str, int], *, chooses: bool = False) -> None:
+        """``chooses`` is whether the method chooses its threshold, which is a file then."""
         self._trace = directory.open_trace(sizes.get("trace.jsonl", 0))
         self._members = directory.open_rows("members.jsonl", sizes.get("members.jsonl", 0))
         self.metrics = directory.open_rows("metrics.jsonl", sizes.get("metrics.jsonl", 0))  # not by the service
@@ -53,6 +55,9 @@ class Journal:
             "members.jsonl": self._members.lines,
             "metrics.jsonl": self.metrics.lines,
         }
+        if chooses:
+            self._changes = directory.open_rows("thresholds.jsonl", sizes.get("thresholds.jsonl", 0))
+            self._lines["thresholds.jsonl"] = self._changes.lines
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None:
         # Of a gradient on a lost line of history the trace names the last version that was not lost.
@@ -68,6 +73,9 @@ class Journal:
 
     def membership(self, worker: int, event: str, pushes: int, slot: int) -> None:
         self._members.write({"worker": worker, "event": event, "pushes": pushes, "slot": slot})
+
+    def change(self, time: float, change: Change) -> None:
+        self._changes.write({"time": time, **change._asdict()})
 
     def flush(self) -> None:
         self._trace.lines.flush()
@@ -128,10 +136,10 @@ def serve(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Serves until the budget is used up or a stop is asked for; returns the summary, which is written too."""
-    from ringmaster_dist.transport.memory import keep_memory
+    from ringmaster_dist.transport.memory import return_memory
 
     began = time.monotonic()
-    keep_memory()
+    return_memory()
     try:
         directory.lock()
     except RunDirectoryError as error:
@@ -140,7 +148,7 @@ def serve(
     core = build_core(config, problem)
     checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
     state = _restore(core, checkpoints, directory)
-    journal = Journal(directory, state["files"] if state else {})
+    journal = Journal(directory, state["files"] if state else {}, chooses=config.method.threshold == "auto")
     writer = CheckpointWriter(checkpoints, journal, config.checkpoint.every, core)
     torch.set_num_threads(config.server.compute_threads)
     fingerprint = build_fingerprint(core.update.layout, problem)
@@ -261,6 +269,7 @@ def _measurement(service: Service, journal: Journal, problem: Problem | None) ->
         "version": snapshot.version,
         **(problem.evaluate(snapshot.iterate) if problem else {}),
         "train_loss": journal.train_loss,
+        **({"threshold": threshold} if math.isfinite(threshold := core.method.threshold(core.version)) else {}),
         "accepted": core.accepted,
         "stale": core.stale,
         "invalid": core.invalid,

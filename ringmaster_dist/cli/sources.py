@@ -46,17 +46,25 @@ def times_of(own: dict[str, str], gpus: bool, config: Any) -> tuple[list[float],
 
 
 def _times_of_run(directory: Path) -> list[float]:
-    """The mean compute time of each worker that delivered anything."""
+    """The mean compute time of each worker; for one that delivered nothing, the pace it was given, if any."""
     trace = directory / "trace.jsonl"
     if not trace.is_file():
         raise UserError(f"run={directory}: there is no trace.jsonl in it")
     sums: dict[int, list[float]] = {}
     try:
-        for line in trace.read_text().splitlines():
-            record = json.loads(line)
-            sums.setdefault(record["worker"], []).append(float(record["compute_seconds"]))
+        for line in trace.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):  # else it is being written
+                record = json.loads(line)
+                sums.setdefault(record["worker"], []).append(float(record["compute_seconds"]))
+        workers = json.loads(_text(directory / "summary.json") or "{}").get("per_worker", {})
+        silent = {int(worker): float(facts["base_seconds"]) for worker, facts in workers.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{trace} is not the trace of a run of this program ({error!r})") from error
     if not sums:
         raise UserError(f"{trace} is empty: the run delivered no gradient")
-    return [sum(times) / len(times) for times in sums.values()]
+    paced = [seconds for worker, seconds in silent.items() if worker not in sums and seconds > 0]
+    return [sum(times) / len(times) for times in sums.values()] + paced
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""

@@ -14,6 +14,7 @@ from ringmaster_dist.cli.supervisor import local_workers, supervise
 from ringmaster_dist.config.compose import compose, continued, same_run, to_typed
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.profile_file import measured_times
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.secret import servers_token
 from ringmaster_dist.observe.console import ProgressLine, print_summary
@@ -139,6 +140,8 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
             raise UserError(str(error)) from error
         directory.write_secret("token", token or secrets.token_hex(16))
     composed.run.dir = str(directory.path)
+    if config.cluster.profile == "file":  # which workers on other machines do not have
+        composed.cluster.times = measured_times(config.cluster)
     text = annotated(composed) + "\n"
     directory.write_config(text)
     return config, text, directory

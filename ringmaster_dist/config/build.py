@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringmaster_dist import __version__
+from ringmaster_dist.algorithm.auto import AutoThreshold
 from ringmaster_dist.algorithm.layout import ROLES, Layout
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Schedule, agnostic, theory
@@ -53,6 +54,7 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
         seed=config.run.seed,
         device=device,
         precision=problem.precision,
+        attention=problem.attention,
         compiled=problem.compile,
         clip=problem.clip,
     )
@@ -143,7 +145,7 @@ def build_schedule(config: Config) -> Schedule:
         schedule = theory(constants)
     else:
         assert method.beta is not None
-        threshold = math.inf if method.threshold is None else method.threshold
+        threshold = method.threshold if isinstance(method.threshold, int) else math.inf  # auto is the method's affair
         schedule = Constant(method.eta, 1.0 - method.beta, threshold)
     if method.warmup_updates or method.decay_updates:
         schedule = Ramped(
@@ -162,7 +164,7 @@ def build_method(config: Config) -> Method:
         return Synchronous(schedule)
     if config.method.name == "delay_adaptive":
         return DelayAdaptive(schedule)
-    return Method(schedule)
+    return AutoThreshold(schedule) if config.method.threshold == "auto" else Method(schedule)
 
 
 def build_layout(config: Config, problem: Problem) -> Layout:

@@ -17,10 +17,18 @@ def cluster_seconds(cluster: ClusterConfig, num_workers: int) -> NDArray[np.floa
     """Seconds per gradient of the first workers of a cluster: by its profile, or as measured."""
     if cluster.profile != "file":
         return base_seconds(cluster.profile, num_workers, cluster.unit_seconds)
+    return np.resize(np.array(measured_times(cluster)), num_workers)  # dealt round and round
+
+
+def measured_times(cluster: ClusterConfig) -> list[float]:
+    """As given, else as in the file."""
+    if cluster.times:
+        if min(cluster.times) <= 0:
+            raise UserError(f"cluster.times={cluster.times}: times must be above 0")
+        return cluster.times
     if not cluster.profile_file:
         raise UserError("cluster.profile=file needs cluster.profile_file, which ringmaster profile writes")
-    measured = np.array(read_times(Path(cluster.profile_file)))
-    return np.resize(measured, num_workers)  # dealt round and round
+    return read_times(Path(cluster.profile_file))
 
 
 def read_times(path: Path) -> list[float]:

@@ -16,6 +16,7 @@ class ProblemConfig:
     validation_rows: int = 32
     clip: float | None = None
     precision: str = "auto"
+    attention: str = "auto"
     compile: bool = False
     target: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class MethodConfig:
 
     name: str = "ringmaster"
     eta: float = 0.2
-    threshold: int | None = None
+    threshold: int | str | None = None  # a number, or auto
     batch: int | None = None
     beta: float | None = None
     schedule: str = "constant"
@@ -101,6 +102,7 @@ class ClusterConfig:
     profile: str = "linear"
     unit_seconds: float = 1.0
     profile_file: str | None = None
+    times: list[float] | None = None
     batch: list[int] | None = None
     jitter: float = 0.05
     threads: int = 1

@@ -92,7 +92,8 @@ def _validate_nanochat(config: Config) -> None:
         raise UserError(f"problem.micro_batch={problem.micro_batch}: must divide problem.batch={problem.batch}")
     if problem.clip is not None:
         _above("problem.clip", problem.clip, 0)
-    _one_of("problem.precision", problem.precision, ("auto", "float32", "bfloat16"))
+    _one_of("problem.precision", problem.precision, ("auto", "float32", "bfloat16", "float16"))
+    _one_of("problem.attention", problem.attention, ("auto", "sdpa"))
     for name in ("n_layer", "n_head", "n_kv_head", "sequence_len"):
         _at_least(f"model.{name}", getattr(model, name), 1)
     _at_least("model.n_embd", model.n_embd, 32)
@@ -145,8 +146,11 @@ def _validate_method(method: MethodConfig, config: Config) -> None:
         )
     if method.name == "ringmaster":
         if method.threshold is None:
-            raise UserError("method.threshold is not set: give a whole number of at least 1, such as 8")
-        if method.threshold < 1:
+            raise UserError("method.threshold is not set: give a whole number of at least 1, such as 8, or auto")
+        if isinstance(method.threshold, str):
+            if method.threshold != "auto":
+                raise UserError(f"method.threshold={method.threshold}: must be a whole number of at least 1, or auto")
+        elif method.threshold < 1:
             raise UserError(
                 f"method.threshold={method.threshold}: must be at least 1, else no gradient is ever accepted "
                 "(1 accepts only fresh ones)"

@@ -1,4 +1,4 @@
-"""What is run: the paper's methods, grids and delay regimes, at three sizes."""
+"""What is run: the paper's methods, grids and delay regimes, at three sizes; and the threshold that chooses itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from itertools import product
 from typing import NamedTuple
 
 REGIMES = ("similar", "sublinear", "linear")
+AUTO = "ringmaster auto"  # beside the methods: ringmaster with method.threshold=auto
+CHANGE = "change"  # beside the regimes: similar workers, of which three quarters slow down in mid-run
 
 
 def _powers(low: int, high: int) -> list[float]:
@@ -31,7 +33,8 @@ class Job(NamedTuple):
 
     @property
     def all_overrides(self) -> list[str]:
-        return [*self.common, f"method={self.method}", *self.overrides, f"run.seed={self.seed}"]
+        method = ["method=ringmaster", "method.threshold=auto"] if self.method == AUTO else [f"method={self.method}"]
+        return [*self.common, *method, *self.overrides, f"run.seed={self.seed}"]
 
 
 class Plan(NamedTuple):
@@ -58,6 +61,9 @@ class Plan(NamedTuple):
             yield job._replace(seed=seed)
 
     def _shared(self, regime: str) -> tuple[str, ...]:
+        if regime == CHANGE:
+            phases = f"[{{start_seconds: 200, rate: 0.05, workers: {list(range(4, 16))}}}]"
+            return (*self.common, "cluster.profile=similar", f"cluster.phases={phases}", "run.trace=false")
         return (*self.common, f"cluster.profile={regime}", "run.trace=false")
 
 
@@ -90,11 +96,11 @@ def nanochat(size: str, seeds: int, workers: int) -> Plan:
         "rennala": {"method.eta": [5.0], "method.batch": [1.0, 2, 4, 8, 16]},
         "delay_adaptive": {"method.eta": _powers(-2, 1)},
     }
-    common: tuple[str, ...] = ("problem=nanochat", f"cluster.workers={workers}", "run.samples=50")
+    common: tuple[str, ...] = ("problem=nanochat", f"cluster.workers={workers}", "run.samples=30", "eval.every=1")
     if size == "full":
         common += ("model=nanochat_d6", "data=climbmix", "cluster.unit_seconds=0.02274", "budget.seconds=500")
     elif size == "cpu":
-        common += ("model=nanochat_tiny", "data=stdlib", "cluster.unit_seconds=1", "budget.seconds=200")
+        common += ("model=nanochat_tiny", "data=stdlib", "cluster.unit_seconds=1", "budget.seconds=120")
     else:
         grids = {
             "ringmaster": {"method.eta": [1.0, 5], "method.threshold": [4.0]},
@@ -103,3 +109,20 @@ def nanochat(size: str, seeds: int, workers: int) -> Plan:
         common = ("problem=nanochat", "cluster.workers=3", "run.samples=4", "eval.every=1", "budget.seconds=4",
                   "model.n_layer=1", "model.sequence_len=32", "problem.validation_rows=4")  # fmt: skip
     return Plan("nanochat", size, "loss", common, grids, REGIMES, seeds)
+
+
+def auto(size: str, seeds: int) -> Plan:
+    """The threshold that chooses itself beside the best fixed one: three regimes, and one that changes in mid-run."""
+    etas, thresholds = _powers(-5, -1), [1.0, 2, 4, 8, 16, 32]
+    common = [
+        "problem.dim=300",
+        "problem.noise=0.3",  # enough to be worth averaging over many gradients
+        "cluster.workers=16",
+        "budget.seconds=400",
+        "run.samples=100",
+        "simulation.engine=core",
+    ]
+    if size == "smoke":
+        etas, thresholds, common[0] = [0.04], [2.0], "problem.dim=20"
+    grids = {"ringmaster": {"method.eta": etas, "method.threshold": thresholds}, AUTO: {"method.eta": etas}}
+    return Plan("auto", size, "gap", tuple(common), grids, (*REGIMES, CHANGE), seeds)

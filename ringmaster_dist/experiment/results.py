@@ -7,9 +7,10 @@ import math
 import statistics
 from pathlib import Path
 
+from ringmaster_dist.experiment.plan import AUTO, CHANGE
 from ringmaster_dist.experiment.runner import Outcome, Result
 
-_COLOURS = {"ringmaster": "C0", "ringmaster_agnostic": "C1", "rennala": "C2", "delay_adaptive": "C3"}
+_COLOURS = {"ringmaster": "C0", "ringmaster_agnostic": "C1", "rennala": "C2", "delay_adaptive": "C3", AUTO: "C4"}
 _REFERENCE = "ringmaster"
 
 
@@ -87,7 +88,7 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
             chosen = ", ".join(word.partition(".")[2] for word in outcome.winners[regime, method].overrides)
             axis.plot(seconds, np.median(values, axis=0), color=_COLOURS.get(method), label=f"{method} ({chosen})")
             axis.fill_between(seconds, values.min(0), values.max(0), color=_COLOURS.get(method), alpha=0.2, linewidth=0)
-        axis.set_title(f"{regime} delays")
+        axis.set_title("12 of 16 slow down at 200 s" if regime == CHANGE else f"{regime} delays")
         axis.set_xlabel("virtual seconds")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6)

@@ -23,7 +23,14 @@ from safetensors.torch import save_file
 from ringmaster_dist.protocol import Receipt, Verdict
 
 _FILES = ("config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json")
-_REAL_FILES = ("members.jsonl", "terms.jsonl", "final.safetensors", "address", "token")  # of a run in real time
+_REAL_FILES = (
+    "members.jsonl",
+    "thresholds.jsonl",
+    "terms.jsonl",
+    "final.safetensors",
+    "address",
+    "token",
+)  # of a run in real time
 _FOLDERS = ("checkpoints",)
 _BYTES_PER_WRITE = 1 << 16
 log = logging.getLogger(__name__)

@@ -50,13 +50,15 @@ class ModuleProblem:
         device: torch.device | str = "cpu",
         clip: float | None = None,
         weight: float = 1.0,
+        loss_scales: Sequence[float] = (1.0,),
     ) -> None:
+        """``loss_scales`` are tried in turn until the gradient is finite, for arithmetic of a narrow range (fp16)."""
         self.module, self.device = module.to(device), torch.device(device)
         self.parameters: Sequence[Parameter] = [
             Parameter(name, tuple(p.shape), role(name, p)) for name, p in module.named_parameters()
         ]
         self._batches, self._loss, self._evaluate = batches, loss, evaluate
-        self._clip, self._weight = clip, weight
+        self._clip, self._weight, self._loss_scales = clip, weight, loss_scales
         self._stop: Stop = never
         for part in watched:
             part.register_forward_hook(self._look)
@@ -90,27 +92,37 @@ class ModuleProblem:
         self._stop = stop
         self.load(iterate)
         self.module.train()
+        batches = self._batches(seed, worker_id, sequence)
+        # Always from the largest scale on: a gradient is a function of the arguments alone, not of those before it.
+        for scale in self._loss_scales:
+            loss = self._accumulate(batches, scale)
+            if scale == self._loss_scales[-1] or bool(torch.isfinite(self._gradient.sum())):
+                break
+        factor = self._weight / scale
+        if self._clip is not None:
+            factor *= min(1.0, self._clip * scale / (float(self._gradient.norm()) + 1e-6 * scale))
+        if factor != 1.0:
+            self._gradient.mul_(factor)
+        if self._handed is not self._gradient:
+            self._handed.copy_(self._gradient)
+        return self._handed, loss
+
+    def _accumulate(self, batches: Sequence[Batch], scale: float) -> float:
+        """Puts the gradient, times the scale, into its buffer; gives the loss."""
         for tensor in self._tensors:
             tensor.grad = None
-        batches = self._batches(seed, worker_id, sequence)
         total = 0.0
         for batch in batches:
             self._check()
             loss = self._loss(self.module, batch) / len(batches)
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss if scale == 1.0 else loss * scale)
             total += float(loss.detach())
         for tensor, view in zip(self._tensors, self._gradient_views, strict=True):
             if tensor.grad is None:  # it had no part in the loss
                 view.zero_()
             else:
                 view.copy_(tensor.grad)
-        if self._clip is not None:
-            self._gradient.mul_(torch.clamp(self._clip / (self._gradient.norm() + 1e-6), max=1.0))
-        if self._weight != 1.0:
-            self._gradient.mul_(self._weight)
-        if self._handed is not self._gradient:
-            self._handed.copy_(self._gradient)
-        return self._handed, total
+        return total
 
     def load(self, iterate: torch.Tensor) -> None:
         """Puts the weights into the module, which only reads them."""

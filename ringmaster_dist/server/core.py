@@ -150,10 +150,11 @@ class ServerCore:
         self._spare.append(snapshot.iterate)
 
     def push(
-        self, worker_id: int, sequence: int, gradient_version: int, gradient: Gradient, term: int | None = None
-    ) -> Receipt:
+        self, worker_id: int, sequence: int, gradient_version: int, gradient: Gradient, term: int | None = None,
+        compute_seconds: float = 0.0,
+    ) -> Receipt:  # fmt: skip
         """One verdict on one gradient, and the update when the method says so."""
-        receipt = self.judge(worker_id, sequence, gradient_version, gradient, term)
+        receipt = self.judge(worker_id, sequence, gradient_version, gradient, term, compute_seconds)
         self.settle()
         return receipt
 
@@ -169,6 +170,7 @@ class ServerCore:
         gradient_version: int,
         gradient: Gradient,
         term: int | None = None,
+        compute_seconds: float = 0.0,
         fault: str | None = None,
     ) -> Receipt:
         """One verdict on one gradient; decides an update when the method says so.
@@ -187,6 +189,7 @@ class ServerCore:
             return self._refuse(record, sequence, delay, problem)
         assert record is not None
         if delay >= self.method.threshold(version) or shared < gradient_version:
+            self.method.observe(worker_id, compute_seconds)
             self.stale += 1
             record.stale += 1
             return self._answer(record, sequence, Receipt(_STALE, delay, version, version))
@@ -195,6 +198,7 @@ class ServerCore:
         problem = self.gradient_fault(gradient) if fault is None else fault
         if problem:
             return self._refuse(record, sequence, delay, problem)
+        self.method.observe(worker_id, compute_seconds)
         self.accepted += 1
         record.accepted += 1
         self._decide(gradient, self.method.admit(worker_id, self.live), delay)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ringmaster_dist.algorithm.methods import Change
 from ringmaster_dist.protocol import (
     PROTOCOL_VERSION,
     Interruptions,
@@ -47,6 +48,8 @@ class Journal(Protocol):
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None: ...
 
     def membership(self, worker: int, event: str, pushes: int, slot: int) -> None: ...
+
+    def change(self, time: float, change: Change) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -364,9 +367,14 @@ class Service:
     ) -> None:
         core, status = self.core, self.workers[worker]
         version, pushes = core.version, core.pushes
-        receipt = core.judge(worker, push.sequence, push.gradient_version, push.gradient, push.term, fault)
+        receipt = core.judge(
+            worker, push.sequence, push.gradient_version, push.gradient, push.term, push.compute_seconds, fault
+        )
         if core.pushes > pushes:  # not the repetition of an answered one
             self._journal.arrival(self.seconds, worker, push, receipt)
+            for change in core.method.changes():
+                log.info("server v=%d threshold %d: %s", change.version, change.threshold, change.reason)
+                self._journal.change(self.seconds, change)
             if receipt.verdict is Verdict.ACCEPTED:
                 status.used_seconds += push.compute_seconds
             else:

@@ -22,6 +22,7 @@ class Forecast(NamedTuple):
     gradients_per_second: float  # that arrive
     accepted: NDArray[np.int64]  # by worker
     arrived: NDArray[np.int64]
+    begun: NDArray[np.int64]  # with what was interrupted
     wasted_fraction: float
 
     @property
@@ -46,6 +47,7 @@ def forecast(
         updates_per_second=core.version / horizon_seconds,
         gradients_per_second=core.pushes / horizon_seconds,
         accepted=np.array([record.accepted for record in records]),
-        arrived=np.array([record.accepted + record.stale for record in records]),
+        arrived=(arrived := np.array([record.accepted + record.stale for record in records])),
+        begun=arrived + simulator.interrupted,
         wasted_fraction=wasted / (used + wasted) if used + wasted else 0.0,
     )

@@ -70,7 +70,7 @@ def replay(directory: Path) -> Outcome:
             gradient, loss = problems[rows].gradient(iterate, config.run.seed, worker, sequence)
             gradient = wire.pack_gradient(gradient)
         torch.set_num_threads(config.server.compute_threads)
-        receipt = core.push(worker, sequence, named, gradient, record["term"])
+        receipt = core.push(worker, sequence, named, gradient, record["term"], record["compute_seconds"])
         torch.set_num_threads(config.cluster.threads)
         told = (record["verdict"], record["delay"], record["version"])
         if (receipt.verdict.value, receipt.delay, receipt.version) != told:

@@ -31,11 +31,11 @@ class Recorder:
     """The simulator's observer: passes arrivals to the trace, measures at samples, reports progress."""
 
     def __init__(
-        self, core: ServerCore, problem: Problem, config: Config, metrics: RowWriter,
+        self, core: ServerCore, problem: Problem, config: Config, metrics: RowWriter, changes: RowWriter | None,
         trace: TraceWriter | None, progress: ProgressCallback,
     ) -> None:  # fmt: skip
         self._core, self._problem, self._budget = core, problem, config.budget
-        self._metrics, self._trace, self._progress = metrics, trace, progress
+        self._metrics, self._changes, self._trace, self._progress = metrics, changes, trace, progress
         self._arrivals = 0
         self._every, self._next_evaluation = config.eval.every, 0
         self._value: dict[str, float] = {}
@@ -45,14 +45,21 @@ class Recorder:
         self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
         loss: float | None, compute_seconds: float,
     ) -> None:  # fmt: skip
+        self._note_changes(time)
         if self._trace is not None:
             self._trace.arrival(time, worker, sequence, gradient_version, receipt, loss, compute_seconds)
         self._arrivals += 1
         if self._arrivals % _ARRIVALS_PER_PROGRESS == 0:
             self._report(time, receipt.version)
 
+    def _note_changes(self, time: float) -> None:
+        if self._changes is not None:
+            for change in self._core.method.changes():
+                self._changes.write({"time": time, **change._asdict()})
+
     def sample(self, time: float) -> None:
         core = self._core
+        self._note_changes(time)
         due = self._problem.quick_to_evaluate or core.version >= self._next_evaluation
         if due:
             self._next_evaluation = core.version + self._every
@@ -61,6 +68,7 @@ class Recorder:
             "time": time,
             "version": core.version,
             **(self._value if due else {}),
+            **({"threshold": threshold} if math.isfinite(threshold := core.method.threshold(core.version)) else {}),
             "accepted": core.accepted,
             "stale": core.stale,
             "invalid": core.invalid,
@@ -98,11 +106,11 @@ def choose_engine(config: Config, problem: Problem, speeds: Speeds) -> str:
         if engine == "compiled":
             raise UserError("simulation.engine=compiled needs numba: pip install 'ringmaster-dist[fast]'") from None
         return "core"
-    if not supports(problem, speeds):
+    if not supports(problem, speeds) or config.method.threshold == "auto":
         if engine == "compiled":
             raise UserError(
-                "simulation.engine=compiled plays the quadratic at speeds that do not change; "
-                "remove cluster.phases, or use simulation.engine=core"
+                "simulation.engine=compiled plays the quadratic at speeds and thresholds that do not change; "
+                "remove cluster.phases and method.threshold=auto, or use simulation.engine=core"
             )
         return "core"
     seconds = config.budget.seconds or math.inf
@@ -125,7 +133,8 @@ def simulate(
     engine = choose_engine(config, problem, speeds)
     trace = directory.open_trace() if config.run.trace else None
     metrics = directory.open_rows("metrics.jsonl")
-    recorder = Recorder(core, problem, config, metrics, trace, progress)
+    changes = directory.open_rows("thresholds.jsonl") if config.method.threshold == "auto" else None
+    recorder = Recorder(core, problem, config, metrics, changes, trace, progress)
     simulator = _simulator(engine, config, core, problem, speeds, recorder, should_stop)
     seconds = config.budget.seconds or math.inf
     try:
@@ -137,6 +146,8 @@ def simulate(
         if trace is not None:
             trace.close()
         metrics.close()
+        if changes is not None:
+            changes.close()
     ended = "stopped by the user" if should_stop() else "budget"
     summary = _summary(config, problem, core, speeds, simulator, engine, ended, time.perf_counter() - began)
     directory.write_summary(summary)

@@ -125,7 +125,7 @@ class Simulator:
         cohort = self._cohorts.get(gradient_version)
         self._wanted = None if cohort is None else (cohort.snapshot.iterate, worker, sequence)
         self._loss = None
-        receipt = core.push(worker, sequence, gradient_version, self._gradient)
+        receipt = core.push(worker, sequence, gradient_version, self._gradient, None, compute_seconds)
         if receipt.verdict.value == "accepted":
             self.used_seconds[worker] += compute_seconds
         else:

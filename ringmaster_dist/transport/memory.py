@@ -1,8 +1,9 @@
-"""Keeps the C library from giving memory back to the system.
+"""How the C library keeps memory. Most of the cost of a big message is fresh pages: every page of it is a fault.
 
-Most of the cost of a big message is fresh pages: each large tensor is mapped anew and given back when it is freed, and
-every page of it is a fault. With these settings freed memory is used again: an exchange of 42 MB became three times as
-fast.
+A worker keeps what it has had: freed memory is not given back to the system but used again. A server must not: its big
+blocks are asked for by several threads with small ones between them, and a heap of such blocks grows by the holes that
+the next block just does not fit. There each big block is a mapping of its own, given back when it is freed, and made of
+huge pages where the system has them (see quiet.py), so that there are few faults to pay.
 """
 
 from __future__ import annotations
@@ -10,15 +11,22 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
+_LARGE_BYTES = 1 << 20
 
 
 def keep_memory() -> None:
-    """For this process, from now on. Does nothing where the C library is not glibc."""
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_MAX, 0)  # large blocks from the heap too, where they can be used again
-        mallopt(_ARENA_MAX, 1)  # one heap for all threads: what one frees the next may use
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    """For a worker's process, from now on."""
+    _mallopt({_MMAP_MAX: 0, _ARENA_MAX: 1, _TRIM_THRESHOLD: 2**31 - 1})
+
+
+def return_memory() -> None:
+    """For a server's process, from now on."""
+    _mallopt({_MMAP_THRESHOLD: _LARGE_BYTES, _ARENA_MAX: 2})
+
+
+def _mallopt(settings: dict[int, int]) -> None:
+    """Does nothing where the C library is not glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    for parameter, value in settings.items() if mallopt is not None else ():
+        mallopt(parameter, value)

@@ -22,6 +22,7 @@ from torch.distributed.rpc import api
 
 from ringmaster_dist.protocol import Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
 from ringmaster_dist.transport import addresses, surface
+from ringmaster_dist.transport.guard import Guard
 from ringmaster_dist.transport.lookup import look_up
 from ringmaster_dist.transport.unpickling import restrict
 
@@ -40,6 +41,7 @@ def check_assumptions() -> None:
         (_distributed_autograd, "_init"),
         (_distributed_rpc, "TensorPipeAgent"),
         (api, "_init_rpc_states"),
+        (api, "_reset_current_rpc_agent"),
         (rpc.internal, "_unpickler"),
         (rpc.internal, "_InternalRPCPickler"),
     ):
@@ -49,7 +51,8 @@ def check_assumptions() -> None:
             )
 
 
-def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threads: int, timeout: float) -> None:
+def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threads: int, timeout: float) -> Any:
+    """Makes an agent and makes it the current one."""
     from torch._C._distributed_autograd import _init
     from torch._C._distributed_rpc import TensorPipeAgent
 
@@ -62,6 +65,7 @@ def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threa
     )
     agent = TensorPipeAgent(store, name, rank, world_size, options, {}, [])
     api._init_rpc_states(agent)
+    return agent
 
 
 class Host:
@@ -81,11 +85,23 @@ class Host:
             timeout=timedelta(seconds=timeout),
             master_listen_fd=listener.detach(),
         )
-        _start_agent(dist.PrefixStore(_SERVER, self._store), _SERVER, 0, 1, threads, timeout)
+        self._threads, self._timeout = threads, timeout
+        self._guard = Guard(self._start)
         addresses.check_published(host, address, self._store.get(f"{_SERVER}/addrs/{_SERVER}").decode())
 
+    def _start(self) -> tuple[Any, int]:
+        """A new agent beside the one there may be. The store has its address, where workers look for it."""
+        if api._is_current_rpc_agent_set():
+            api._reset_current_rpc_agent()
+        store = dist.PrefixStore(_SERVER, self._store)
+        agent = _start_agent(store, _SERVER, 0, 1, self._threads, self._timeout)
+        return agent, int(store.get(f"addrs/{_SERVER}").decode().rpartition(":")[2])
+
     def close(self) -> None:
-        rpc.shutdown(graceful=False)
+        """Ends the serving. One whose agent was replaced is ended by the end of the process alone."""
+        self._guard.close()
+        if not self._guard.num_replaced:
+            rpc.shutdown(graceful=False)
 
 
 class Client:

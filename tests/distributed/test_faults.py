@@ -143,22 +143,34 @@ def check_listens_on_loopback_alone(pid):
     assert all(address.startswith("0100007F:") for address in addresses), addresses
 
 
-def test_garbage_on_the_rpc_port_does_not_end_the_run(tmp_path):
-    """TensorPipe aborts the server on bytes that are not its own: it is back from its checkpoint, with its workers."""
-    with Run(tmp_path / "run", *LONG, "checkpoint.every=10") as run:
+def test_strangers_on_the_rpc_port_are_refused_and_training_goes_on(tmp_path):
+    """Each would stop a plain TensorPipe agent: one by making it deaf, one by ending its process."""
+    store = tmp_path / "run/address"
+    strangers = {"closes at once": b"", "speaks HTTP": b"GET / HTTP/1.0\r\n\r\n", "sends noise": b"\xff" * 4096}
+    with Run(tmp_path / "run", *LONG) as run:
         until(lambda: run.version() > 15, "the run goes on")
-        server = run.server()
-        workers = run.workers()
-        store = int((tmp_path / "run/address").read_text().rpartition(":")[2])
-        (port,) = {int(address.partition(":")[2], 16) for address in listening(server)} - {store}
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as stream:
-            stream.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        until(lambda: not alive(server), "the server has fallen")
-        version = until(lambda: len(run.terms()) == 2 and run.terms()[1]["version"], "the server is back")
-        until(lambda: run.version() > version + 20, "training goes on")
-        assert run.workers() == workers
+        server, workers = run.server(), run.workers()
+        for number, (what, garbage) in enumerate([*strangers.items(), *strangers.items()], 1):
+            (port,) = ports_of(server) - {int(store.read_text().rpartition(":")[2])}
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as stream:
+                stream.sendall(garbage)
+                if garbage:
+                    assert stream.recv(1) == b"", f"{what}: it was answered"
+            until(lambda: run.errors().count("another is opened") == number, f"{what}: seen, another port is open")  # noqa: B023
+            assert port not in ports_of(server)
+            version = run.version()
+            until(lambda: run.version() > version + 10, f"{what}: training goes on")  # noqa: B023
+        os.kill(workers[0], signal.SIGKILL)
+        until(lambda: len(run.joined()) == 4, "a worker can join")
+        assert run.server() == server
+        assert run.workers()[:2] == workers[1:]
         run.process.send_signal(signal.SIGINT)
-        check_finished(run)
+        summary = check_finished(run)
+    assert summary["terms"] == 1
+
+
+def ports_of(pid):
+    return {int(address.partition(":")[2], 16) for address in listening(pid)}
 
 
 def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path):

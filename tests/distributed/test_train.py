@@ -42,6 +42,21 @@ def test_a_real_run_replays_to_the_same_bits(method, tmp_path):
         assert summary["accepted"] == 180
 
 
+def test_a_threshold_chosen_on_the_way_replays(tmp_path):
+    """Also across a restart of the server, which goes on choosing where the checkpoint was."""
+    with Run(tmp_path / "run", *LONG, "method.threshold=auto", "checkpoint.every=10") as run:
+        until(lambda: run.version() > 60 and run.checkpoints(0), "the run goes on")
+        os.kill(run.server(), signal.SIGKILL)
+        until(lambda: len(run.terms()) == 2 and run.version() > run.terms()[1]["version"] + 30, "it goes on again")
+        run.process.send_signal(signal.SIGINT)
+        check_finished(run)
+    changes = [json.loads(line) for line in (tmp_path / "run/thresholds.jsonl").read_text().splitlines()]
+    assert changes
+    assert all("pace" in change["reason"] or "listening" in change["reason"] for change in changes)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert min(row["threshold"] for row in rows) < 20  # where it began
+
+
 def test_a_damaged_trace_does_not_replay(tmp_path):
     """The replay can fail: another loss, another order, a missing line, a bit of the result."""
     with Run(tmp_path / "run", "budget.updates=30") as run:
@@ -81,6 +96,7 @@ def test_a_damaged_trace_does_not_replay(tmp_path):
     assert "DIFFERENT" in replayed.stdout
 
 
+@pytest.mark.alone
 def test_interruption_saves_compute(tmp_path):
     """A worker fifty times too slow is stopped early with interruption, and delivers in vain without."""
     outcomes = {}
@@ -98,6 +114,7 @@ def test_interruption_saves_compute(tmp_path):
     assert outcomes["false"]["stale"] > 10
 
 
+@pytest.mark.alone
 def test_a_forecast_comes_true(tmp_path):
     """What virtual time says of a paced cluster, beside what that cluster then does."""
     threshold, seconds = 2, 8.0
@@ -216,9 +233,10 @@ def test_a_stopped_run_is_resumed(tmp_path):
     assert int(weights["version"]) == 70
 
 
+@pytest.mark.alone
 def test_the_server_s_memory_stays_as_it_is(tmp_path):
-    """Over ten thousand updates, after the first thousand."""
-    with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=20000", "budget.updates=11000") as run:
+    """Over ten thousand updates, after the first thousand; and with big iterates it is what they need and no more."""
+    with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=2000", "budget.updates=11000") as run:
         until(lambda: run.version() > 1000, "the first thousand")
         early, server = resident_bytes(run.server()), run.server()
         late = early
@@ -227,6 +245,16 @@ def test_the_server_s_memory_stays_as_it_is(tmp_path):
         summary = check_finished(run)
     assert summary["updates"] == 11000
     assert late - early < 20e6, f"it grew by {(late - early) / 1e6:.1f} MB"
+
+    big, size = ["cluster.profile=none", "problem.dim=1000000", "checkpoint.every=null", "run.samples=1"], 8e6
+    with Run(tmp_path / "big", *big, "budget.updates=400") as run:
+        server, most = run.server(), 0
+        while run.process.poll() is None:
+            most = max(most, resident_bytes(server))
+        check_finished(run)
+    iterate_momentum_scratch, snapshots, gradients, evaluation = 3, 3 + 1, 3, 3  # of three workers
+    needed = (iterate_momentum_scratch + snapshots + gradients + evaluation) * size
+    assert most - early < needed + 20e6, f"{(most - early) / 1e6:.0f} MB, needed {needed / 1e6:.0f}"
 
 
 def resident_bytes(pid):

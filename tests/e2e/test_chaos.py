@@ -14,6 +14,7 @@ def chaos(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.alone
 def test_a_short_chaos(tmp_path):
     done = chaos("seconds=14", "faults=8", "restarts=1", "baseline=5", "cluster.workers=4", f"dir={tmp_path}/chaos")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -161,6 +161,7 @@ def test_stopped_by_hand_it_says_how_far_it_got(tmp_path):
     assert "accepted" in output
 
 
+@pytest.mark.alone
 def test_a_million_workers_fit_in_four_gigabytes(tmp_path):
     code = (
         "import resource, sys; from ringmaster_dist.cli.main import main;"
@@ -298,6 +299,7 @@ def test_the_nanochat_experiment_in_small(tmp_path):
     assert (tmp_path / "n/nanochat.png").exists()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["update", "simulator", "exchange", "scale"])
 def test_benches_report(name):
     done = ringmaster("bench", name, "--quick", "--json")

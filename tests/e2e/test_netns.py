@@ -113,6 +113,7 @@ def test_links_that_are_cut_and_mended(network, tmp_path):
     assert summary["terms"] == 1
 
 
+@pytest.mark.alone
 def test_a_worker_on_a_bad_link_is_slow_alone(network, tmp_path):
     """50 ms and 1 % loss on one, a tenth of a megabyte per second on another; the third one keeps its pace."""
     host = network.machine("server")

@@ -105,10 +105,14 @@ def reference(model, tokens):
 @pytest.mark.parametrize(
     "config", [SMALL, NanoChatConfig(2, 4, 2, 64, 270, 12, "S"), NanoChatConfig(1, 1, 1, 32, 260, 5, "L")]
 )
-def test_the_model_is_the_architecture(config):
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # which is for GPUs
+@pytest.mark.parametrize("flex", [False, True])
+def test_the_model_is_the_architecture(config, flex):
     model = disturbed(config)
+    model.flex = flex
     tokens = torch.randint(0, config.vocab_size, (2, config.sequence_len))
-    torch.testing.assert_close(model(tokens), reference(model, tokens), rtol=1e-6, atol=1e-6)
+    with torch.no_grad():  # flex attention computes no gradients on a CPU
+        torch.testing.assert_close(model(tokens), reference(model, tokens), rtol=1e-6, atol=1e-6)
 
 
 def test_gradients_agree_with_finite_differences():
@@ -289,9 +293,16 @@ def test_a_corpus_smaller_than_a_row_is_told(tmp_path):
 def problem(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     rows = prepare(corpora.text_files(write_corpus(folder)), vocab_size=300, context=16, cache=folder / "cache")
-    made = NanoChatProblem(SMALL, rows, batch=4, micro_batch=None, validation_rows=8)
-    made.bind(Layout(made.parameters, GEOMETRY_MAPS["muon"]))
-    return made
+    problem = NanoChatProblem(SMALL, rows, batch=4, micro_batch=None, validation_rows=8)
+    problem.bind(Layout(problem.parameters, GEOMETRY_MAPS["muon"]))
+    return problem
+
+
+def made(problem, **settings):
+    """Another one on the same rows."""
+    other = NanoChatProblem(SMALL, problem.rows, **{"batch": 4, **settings})
+    other.bind(Layout(other.parameters, GEOMETRY_MAPS["muon"]))
+    return other
 
 
 def test_the_gradient_is_the_module_s_own(problem):
@@ -312,8 +323,7 @@ def test_the_gradient_is_the_module_s_own(problem):
 
 
 def test_micro_batches_give_the_same_gradient(problem):
-    halves = NanoChatProblem(SMALL, problem.rows, batch=4, micro_batch=1)
-    halves.bind(Layout(halves.parameters, GEOMETRY_MAPS["muon"]))
+    halves = made(problem, micro_batch=1)
     iterate = problem.initial(0)
     whole, loss = problem.gradient(iterate, 0, 0, 0)
     parts, mean = halves.gradient(iterate, 0, 0, 0)
@@ -321,12 +331,40 @@ def test_micro_batches_give_the_same_gradient(problem):
     assert mean == pytest.approx(loss, rel=1e-5)
 
 
+def test_half_precision_scales_its_loss_until_the_gradient_is_finite(problem):
+    """And always in the same way: a gradient does not depend on those before it."""
+    half = made(problem, precision="float16")
+    exact, _ = problem.gradient(problem.initial(0), 0, 1, 2)
+    exact = exact.clone()
+    first, loss = half.gradient(problem.initial(0), 0, 1, 2)
+    first = first.clone()
+    assert math.isfinite(loss)
+    assert float((first - exact).norm() / exact.norm()) < 0.02
+    tried = []
+    accumulate = half._accumulate
+    half._accumulate = lambda batches, scale: (tried.append(scale), accumulate(batches, scale))[1]
+    steep = problem.initial(0)  # its gradients, scaled as at first, are beyond what fp16 holds
+    Layout(problem.parameters, GEOMETRY_MAPS["muon"]).views(steep)["lm_head.weight"].mul_(1e4)
+    finite, _ = half.gradient(steep, 0, 1, 2)
+    assert bool(finite.isfinite().all())
+    assert len(tried) > 1
+    tried.clear()
+    again, _ = half.gradient(problem.initial(0), 0, 1, 2)
+    assert torch.equal(again, first)
+
+
+def test_a_gradient_is_clipped_to_its_length(problem):
+    exact, _ = problem.gradient(problem.initial(0), 0, 1, 2)
+    limit = float(exact.norm()) / 3
+    clipped, _ = made(problem, clip=limit).gradient(problem.initial(0), 0, 1, 2)
+    torch.testing.assert_close(clipped, exact / 3, rtol=1e-4, atol=1e-7)
+    as_it_was, _ = made(problem, clip=100.0).gradient(problem.initial(0), 0, 1, 2)
+    assert torch.equal(as_it_was, problem.gradient(problem.initial(0), 0, 1, 2)[0])
+
+
 def test_each_row_counts_the_same(problem):
     """Half the rows, half the gradient: what workers with few rows send weighs less."""
-    few = NanoChatProblem(SMALL, problem.rows, batch=2, weight=0.5)
-    plain = NanoChatProblem(SMALL, problem.rows, batch=2)
-    for made in (few, plain):
-        made.bind(Layout(made.parameters, GEOMETRY_MAPS["muon"]))
+    few, plain = made(problem, batch=2, weight=0.5), made(problem, batch=2)
     iterate = problem.initial(0)
     weighted, loss = few.gradient(iterate, 0, 0, 0)
     expected, same_loss = plain.gradient(iterate, 0, 0, 0)

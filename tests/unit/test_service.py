@@ -19,13 +19,16 @@ class Notes:
     """A journal that remembers."""
 
     def __init__(self):
-        self.arrivals, self.members = [], []
+        self.arrivals, self.members, self.changes = [], [], []
 
     def arrival(self, time, worker, push, receipt):
         self.arrivals.append((time, worker, push.sequence, receipt.verdict))
 
     def membership(self, worker, event, pushes, slot):
         self.members.append((worker, event, pushes))
+
+    def change(self, time, change):
+        self.changes.append(change)
 
     def flush(self):
         pass

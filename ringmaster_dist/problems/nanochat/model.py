@@ -13,6 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from ringmaster_dist.problems.nanochat.attention import attend, window_blocks, window_mask
+
+Mask = torch.Tensor | BlockMask | None
 
 _GATE_CHANNELS = 32
 _SOFT_CAP = 15.0
@@ -68,12 +73,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Cache:
-    """Keys and values of the tokens so far, for generation."""
+    """Keys and values of the tokens so far, for generation.
 
-    def __init__(self, config: NanoChatConfig, batch: int, like: torch.Tensor) -> None:
+    Also the output weights, transposed: the product with a single vector then reads them in the order they lie in.
+    """
+
+    def __init__(self, config: NanoChatConfig, batch: int, output_weight: torch.Tensor) -> None:
         shape = (config.n_layer, 2, batch, config.n_kv_head, config.sequence_len, config.head_dim)
-        self.kept = like.new_zeros(shape)
+        self.kept = output_weight.new_zeros(shape)
         self.length = 0
+        self.output_weight = output_weight.detach().t().contiguous()
 
     def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keeps those of the new tokens, gives all."""
@@ -100,7 +109,7 @@ class Attention(nn.Module):
         x: torch.Tensor,
         value_embedding: torch.Tensor | None,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
+        mask: Mask,
         cache: Cache | None,
     ) -> torch.Tensor:
         batch, time, _ = x.shape
@@ -115,9 +124,7 @@ class Attention(nn.Module):
         q, k = norm(rotate(q, *rotary)), norm(rotate(k, *rotary))
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and time > 1, enable_gqa=heads != kv_heads
-        )
+        y = attend(q, k, v, mask)
         return self.c_proj(y.transpose(1, 2).reshape(batch, time, -1))
 
 
@@ -142,7 +149,7 @@ class Block(nn.Module):
         x: torch.Tensor,
         value_embedding: torch.Tensor | None,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
+        mask: Mask,
         cache: Cache | None = None,
     ) -> torch.Tensor:
         x = x + self.attn(norm(x), value_embedding, rotary, mask, cache)
@@ -172,9 +179,7 @@ class NanoChat(nn.Module):
         cos, sin = _rotary_table(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        # The window masks, built once: a layer that sees everything needs none.
-        mask = _window_mask(config.sequence_len, max(1, config.sequence_len // 2))
-        self.register_buffer("short_mask", mask, persistent=False)
+        self.flex = False  # whether windowed layers go through flex attention
         self.reset_parameters()
 
     @property
@@ -204,7 +209,8 @@ class NanoChat(nn.Module):
         reduction: str = "mean",
     ) -> torch.Tensor:  # fmt: skip
         hidden = self._hidden(tokens, cache)
-        logits = self.lm_head(hidden if cache is None else hidden[:, -1:])  # who generates needs the last alone
+        # Who generates needs the last position alone.
+        logits = self.lm_head(hidden) if cache is None else hidden[:, -1:] @ cache.output_weight
         if logits.dtype != torch.float64:
             logits = logits.float()
         logits = _SOFT_CAP * torch.tanh(logits / _SOFT_CAP)
@@ -221,24 +227,23 @@ class NanoChat(nn.Module):
             raise ValueError(f"{start + time} tokens do not fit the model's context of {self.config.sequence_len}")
         rotary = self.cos[start : start + time], self.sin[start : start + time]
         x0 = x = norm(self.transformer["wte"](tokens))
-        for i, block in enumerate(self.transformer["h"]):
-            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+        keep, again = self.resid_lambdas.unbind(), self.x0_lambdas.unbind()
+        for i, block in enumerate(self.blocks):
+            x = keep[i] * x + again[i] * x0
             embedding = self.value_embeds[str(i)](tokens) if self.config.has_value_embedding(i) else None
             x = block(x, embedding, rotary, self._mask(i, start, time), cache)
         if cache is not None:
             cache.length = start + time
         return norm(x)
 
-    def _mask(self, layer: int, start: int, time: int) -> torch.Tensor | None:
+    def _mask(self, layer: int, start: int, time: int) -> Mask:
         """What these positions may look at; None: everything before them."""
-        if start == 0 and time <= self.config.window(layer):
+        window, stop = self.config.window(layer), start + time
+        if stop <= window and (start == 0 or time == 1):
             return None
-        window = self.config.window(layer)
-        if window < self.config.sequence_len:
-            return self.short_mask[start : start + time, : start + time]
-        if time == 1:
-            return None
-        return _window_mask(start + time, window)[start:].to(self.short_mask.device)
+        if self.flex and start == 0:
+            return window_blocks(time, window, self.cos.device)
+        return window_mask(self.config.sequence_len, window, self.cos.device)[start:stop, :stop]
 
 
 def _rotary_table(config: NanoChatConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,9 +251,3 @@ def _rotary_table(config: NanoChatConfig) -> tuple[torch.Tensor, torch.Tensor]:
     frequencies = _ROTARY_BASE ** (-channels / config.head_dim)
     angles = torch.outer(torch.arange(config.sequence_len, dtype=torch.float64), frequencies)
     return angles.cos().float(), angles.sin().float()
-
-
-def _window_mask(time: int, window: int) -> torch.Tensor:
-    """True where the row's position may look: at itself and the ``window - 1`` before."""
-    ages = torch.arange(time).unsqueeze(1) - torch.arange(time).unsqueeze(0)
-    return (ages >= 0) & (ages < window)

@@ -14,6 +14,9 @@ from ringmaster_dist.problems.nanochat.model import IGNORED, NanoChat, NanoChatC
 from ringmaster_dist.problems.nanochat.rows import Rows
 from ringmaster_dist.problems.nanochat.tokenizer import SPECIALS
 
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # to autocast to
+_FP16_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
+
 
 def role(name: str, parameter: nn.Parameter) -> str:
     if parameter.ndim < 2:
@@ -42,6 +45,7 @@ class NanoChatProblem(ModuleProblem):
         seed: int = 0,
         device: torch.device | str = "cpu",
         precision: str = "auto",
+        attention: str = "auto",
         compiled: bool = False,
         clip: float | None = None,
     ) -> None:
@@ -52,7 +56,9 @@ class NanoChatProblem(ModuleProblem):
         self.data_fingerprint = rows.fingerprint
         self._batch, self._micro_batch = batch, micro_batch or batch
         self.validation_rows = validation_rows
-        self._precision = _precision(precision, torch.device(device))
+        on_gpu = torch.device(device).type == "cuda"
+        model.flex = on_gpu and attention == "auto"  # on a CPU it computes no gradients
+        self._precision = _precision(precision, on_gpu)
         super().__init__(
             model,
             self._draw,
@@ -63,6 +69,7 @@ class NanoChatProblem(ModuleProblem):
             device=device,
             clip=clip,
             weight=weight,
+            loss_scales=_FP16_SCALES if self._precision == "float16" else (1.0,),
         )
         self._forward = torch.compile(model) if compiled else model
 
@@ -79,9 +86,8 @@ class NanoChatProblem(ModuleProblem):
         return torch.from_numpy(rows.astype(np.int64)).to(self.device)
 
     def _autocast(self) -> torch.autocast:
-        enabled = self._precision != "float32"
-        dtype = torch.bfloat16 if enabled else None
-        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled)
+        dtype = DTYPES[self._precision]
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def score(self, module: nn.Module, num_rows: int) -> dict[str, float]:
         """Loss per token and bits per byte on the first validation rows. Special tokens have no bytes: left out."""
@@ -101,8 +107,10 @@ class NanoChatProblem(ModuleProblem):
         return {"loss": loss, "bits_per_byte": nats / (math.log(2.0) * max(1, num_bytes))}
 
 
-def _precision(wish: str, device: torch.device) -> str:
-    """bf16 autocast where the device computes in it; float32 elsewhere."""
+def _precision(wish: str, on_gpu: bool) -> str:
+    """On a GPU bf16 where it computes in it, else fp16 with loss scaling; fp32 on a CPU."""
     if wish != "auto":
         return wish
-    return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    if not on_gpu:
+        return "float32"
+    return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"

@@ -1,0 +1,84 @@
+"""What people would use instead: DistributedDataParallel over gloo with torch.optim.Muon, on the same paced workers.
+
+Started by torchrun, one rank a worker, with the same data, model, batch and seconds per gradient as ours. A rank paces
+itself before its backward pass, in which DDP averages the gradients: so a step takes as long as its slowest rank. The
+clock stands still while rank 0 evaluates. Rank 0 prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ringmaster_dist import randomness
+from ringmaster_dist.config.build import build_problem
+from ringmaster_dist.config.compose import compose, to_typed
+from ringmaster_dist.config.profile_file import cluster_seconds
+from ringmaster_dist.problems.nanochat.problem import NanoChatProblem, role
+from ringmaster_dist.profiles import jittered_seconds
+
+_BETA = 0.95
+_STEPS_PER_EVALUATION = 2
+
+
+def main(eta: float, target: float, limit_seconds: float, overrides: list[str]) -> None:
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    config = to_typed(compose(overrides, "train"), real_time=True)
+    problem = build_problem(config)
+    assert isinstance(problem, NanoChatProblem)
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(problem.model)
+    optimizers = _optimizers(problem.model, eta)
+    base = float(cluster_seconds(config.cluster, rank + 1)[rank])
+    key = randomness.worker_key(config.run.seed, randomness.STREAM_JITTER, rank)
+    seconds, in_optimizer, step, backward_seconds = 0.0, 0.0, 0, 0.0
+    loss, reached = float("inf"), torch.zeros(())
+    while not reached and seconds < limit_seconds:
+        dist.barrier()
+        began = time.monotonic()
+        rows = torch.from_numpy(problem.rows.sample(config.run.seed, rank, step, config.problem.batch).astype("int64"))
+        output = model(rows[:, :-1], rows[:, 1:])
+        assigned = jittered_seconds(base, config.cluster.jitter, key, step)
+        time.sleep(max(0.0, began + assigned - backward_seconds - time.monotonic()))
+        before = time.monotonic()
+        output.backward()
+        backward_seconds = min(backward_seconds or 1.0, time.monotonic() - before)  # the wait for others left out
+        before = time.monotonic()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds, in_optimizer = seconds + time.monotonic() - began, in_optimizer + time.monotonic() - before
+        step += 1
+        if step % _STEPS_PER_EVALUATION == 0:
+            if rank == 0:
+                with torch.no_grad():
+                    loss = problem.score(problem.model, config.problem.validation_rows)["loss"]
+                reached.fill_(loss <= target)
+            dist.broadcast(reached, 0)
+        clock = torch.tensor(seconds)
+        dist.broadcast(clock, 0)  # all stop at the same step
+        seconds = float(clock)
+    if rank == 0:
+        facts = {"seconds": seconds, "steps": step, "loss": loss, "optimizer_seconds": in_optimizer}
+        print(json.dumps({**facts, "reached": bool(reached)}), flush=True)
+    dist.destroy_process_group()
+
+
+def _optimizers(model: torch.nn.Module, eta: float) -> list[torch.optim.Optimizer]:
+    """The muon geometry: Muon for the matrices of the blocks, momentum for the rest, scaled as ours is."""
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if role(name, p) == "matrix"]
+    rest = [p for name, p in named if role(name, p) != "matrix"]
+    muon = torch.optim.Muon(matrices, lr=eta, momentum=_BETA, nesterov=True, weight_decay=0.0)
+    return [muon, torch.optim.SGD(rest, lr=eta * (1 - _BETA), momentum=_BETA, nesterov=True)]
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,87 @@
+"""The processes on the other side of a bench: a server with the paper's layout, and clients that only push."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from ringmaster_dist.bench.update import paper_parameters
+from ringmaster_dist.wire import Wire
+
+TOKEN = "bench"
+
+
+class Peer:
+    """A process that runs ``module`` with arguments; its first line says where it listens."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", module, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.address = self.answer()
+
+    def ask(self, text: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{text}\n")
+
+    def answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+class Ignore:
+    """A journal that keeps nothing."""
+
+    def arrival(self, *arguments: Any) -> None: ...
+
+    def membership(self, *arguments: Any) -> None: ...
+
+    def change(self, *arguments: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def mark(self) -> dict[str, int]:
+        return {}
+
+
+def serve(problem: str, wire: Wire, *, threshold: float, updates: bool, compute_threads: int = 1) -> None:
+    """Serves until the process is ended. Without ``updates`` versions count on and nothing is computed."""
+    from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
+    from ringmaster_dist.algorithm.methods import Method
+    from ringmaster_dist.algorithm.schedules import Constant
+    from ringmaster_dist.algorithm.update import Update
+    from ringmaster_dist.server.core import ServerCore
+    from ringmaster_dist.server.service import Service, Settings
+    from ringmaster_dist.transport.memory import return_memory
+    from ringmaster_dist.transport.star import Host
+
+    return_memory()
+    torch.set_num_threads(compute_threads)
+    parameters = paper_parameters() if problem == "nanochat" else [Parameter("x", (1729,))]
+    layout = Layout(parameters, GEOMETRY_MAPS["muon"])
+    update = Update(layout)
+    if not updates:
+        update.apply = lambda *arguments, **settings: None  # type: ignore[method-assign]
+    method = Method(Constant(1e-6, 0.05, threshold))
+    core = ServerCore(torch.zeros(layout.size), method, update, wire.gradient_dtype)
+    settings = Settings(
+        "", "", TOKEN, max_updates=float("inf"), max_seconds=float("inf"), lease_seconds=600.0, wire=wire
+    )
+    service = Service(core, settings, Ignore())
+    host = Host(service, "127.0.0.1", 0, threads=16, timeout=60.0)
+    service.start()
+    print(host.address, flush=True)
+    signal.pause()

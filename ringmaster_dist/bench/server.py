@@ -1,0 +1,154 @@
+"""``ringmaster bench server``: updates a server makes while 1, 4 and 16 workers do nothing but push.
+
+Beside it: one over the time of an update, which no server can beat. The server and the pushing workers share this
+machine, so with more processes than cores what is missing is theirs too. Meanwhile another worker pushes gradients that
+are stale: how long it waits for its verdict and a snapshot of the newest iterate, beside the same exchange with an idle
+server.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ringmaster_dist.bench import best_and_worst, show
+from ringmaster_dist.bench.peers import TOKEN, Peer, serve
+from ringmaster_dist.bench.update import paper_parameters
+from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push
+from ringmaster_dist.wire import Wire
+
+_COLUMNS = ["server", "of 1/update", "updates/s", "1/update time", "stale answered ms", "idle ms"]
+_REJECTED = 15  # pushes, of which the median is told
+_THRESHOLD = 64  # nothing of 16 pushing workers is stale
+_SIZES = {"quadratic": 1729, "nanochat": sum(parameter.size for parameter in paper_parameters())}
+
+
+def run(quick: bool, as_json: bool) -> None:
+    show("server", _COLUMNS, measure(seconds=2.0 if quick else 6.0, counts=(1, 4) if quick else (1, 4, 16)), as_json)
+
+
+def measure(seconds: float, counts: tuple[int, ...]) -> list[dict[str, Any]]:
+    rows = []
+    for problem in _SIZES:
+        limit = 1.0 / _update_seconds(problem)
+        with ExitStack() as stack:
+            server = stack.enter_context(Peer(__name__, "server", problem))
+            late = stack.enter_context(Peer(__name__, "stale", problem, server.address))
+            idle = _stale_milliseconds(late)
+            workers: list[Peer] = []
+            for count in counts:
+                while len(workers) < count:
+                    workers.append(stack.enter_context(Peer(__name__, "push", problem, server.address)))
+                rate = _updates(workers, seconds) / seconds
+                _go(workers, seconds)
+                busy = _stale_milliseconds(late)
+                _done(workers)
+                rows.append(
+                    {"server": f"{problem}, {count} pushing", "of 1/update": f"{rate / limit:.2f}",
+                     "updates/s": round(rate, 1), "1/update time": round(limit, 1),
+                     "stale answered ms": busy, "idle ms": idle}
+                )  # fmt: skip
+    return rows
+
+
+def _updates(workers: list[Peer], seconds: float) -> int:
+    _go(workers, seconds)
+    return _done(workers)
+
+
+def _go(workers: list[Peer], seconds: float) -> None:
+    for worker in workers:
+        worker.ask(str(seconds))
+
+
+def _done(workers: list[Peer]) -> int:
+    return sum(int(worker.answer()) for worker in workers)
+
+
+def _stale_milliseconds(late: Peer) -> float:
+    late.ask("now")
+    return round(1e3 * float(late.answer()), 1)
+
+
+def _update_seconds(problem: str) -> float:
+    from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
+    from ringmaster_dist.algorithm.update import Update
+
+    torch.set_num_threads(1)  # as the server
+    parameters = paper_parameters() if problem == "nanochat" else [Parameter("x", (1729,))]
+    layout = Layout(parameters, GEOMETRY_MAPS["muon"])
+    update = Update(layout)
+    buffers = [torch.zeros(layout.size) for _ in range(2)]
+    momentum, gradient = torch.zeros(layout.size), torch.randn(layout.size)
+
+    def step() -> None:
+        update.apply(buffers[0], momentum, gradient, eta=1e-6, alpha=0.05, out=buffers[1])
+        buffers.reverse()
+
+    repeats = 5 if layout.size > 1e6 else 200
+    step()
+    return best_and_worst(step, repeats)[0]
+
+
+# --- in the other processes ----------------------------------------------------------------------------------------
+
+
+class _Pusher:
+    def __init__(self, problem: str, address: str) -> None:
+        from ringmaster_dist.transport.memory import keep_memory
+        from ringmaster_dist.transport.star import Client
+
+        keep_memory()
+        torch.set_num_threads(1)
+        self._client = Client(address, connect_seconds=10.0, call_seconds=60.0)
+        welcome = self._client.join(JoinRequest(PROTOCOL_VERSION, TOKEN, 0))
+        assert welcome.snapshot is not None
+        self._session, self.version = welcome.session, welcome.snapshot.version
+        self._gradient, self._sequence = torch.randn(_SIZES[problem]), 0
+
+    def push(self, version: int) -> bool:
+        reply = self._client.push(self._session, Push(self._sequence, version, self._gradient, 0.0, 0.0))
+        assert reply.receipt is not None
+        assert reply.snapshot is not None
+        self._sequence, self.version = self._sequence + 1, reply.snapshot.version
+        return reply.receipt.verdict.value == "accepted"
+
+
+def _push(problem: str, address: str) -> None:
+    """Whenever it is told how long: pushes as fast as it can for that long, and says how many were accepted."""
+    pusher = _Pusher(problem, address)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        until, accepted = time.monotonic() + float(line), 0
+        while time.monotonic() < until:
+            accepted += pusher.push(pusher.version)
+        print(accepted, flush=True)
+
+
+def _push_stale(problem: str, address: str) -> None:
+    """Brings the server beyond the threshold; then, whenever it is asked, says how long a rejected push takes."""
+    pusher = _Pusher(problem, address)
+    while pusher.version <= _THRESHOLD:
+        pusher.push(pusher.version)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        took = []
+        for _ in range(_REJECTED):
+            began = time.monotonic()
+            assert not pusher.push(0), "a stale push was accepted"
+            took.append(time.monotonic() - began)
+        print(sorted(took)[_REJECTED // 2], flush=True)
+
+
+if __name__ == "__main__":
+    kind, problem, *rest = sys.argv[1:]
+    if kind == "server":
+        serve(problem, Wire(), threshold=_THRESHOLD, updates=True)
+    elif kind == "push":
+        _push(problem, *rest)
+    else:
+        _push_stale(problem, *rest)

@@ -1,0 +1,108 @@
+"""``ringmaster bench time-to-loss``: wall seconds until the validation loss reaches a target, in real processes.
+
+Eight paced workers (`linear`: the slowest takes eight times as long as the quickest) train the tiny NanoChat on the
+standard library: every method here, and DistributedDataParallel over gloo with torch.optim.Muon; each with the best eta
+of a small grid. torch.optim.Muon computes in bf16, which some processors emulate: so DDP is also shown without the time
+its optimizers take.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ringmaster_dist.bench import show
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.observe.live import Tail
+
+_WORKERS = 8
+_COMMON = ["problem=nanochat", "model=nanochat_tiny", "data=stdlib", "problem.validation_rows=16", "eval.every=1",
+           f"cluster.workers={_WORKERS}", "cluster.profile=linear", "cluster.unit_seconds=0.1"]  # fmt: skip
+_METHODS: dict[str, tuple[list[str], list[float]]] = {
+    "ringmaster": (["method=ringmaster", "method.threshold=16"], [0.2, 1.0]),
+    "ringmaster_agnostic": (["method=ringmaster_agnostic"], [5.0, 25.0]),
+    "rennala": (["method=rennala", "method.batch=4"], [1.0, 5.0]),
+    "delay_adaptive": (["method=delay_adaptive"], [0.2, 1.0]),
+    "asynchronous": (["method=asynchronous"], [0.2, 1.0]),
+    "synchronous": (["method=synchronous"], [1.0, 5.0]),
+}
+_DDP_ETAS = [1.0, 5.0]
+_COLUMNS = ["time to loss", "x ringmaster", "seconds", "eta", "updates", "loss"]
+
+
+def run(quick: bool, as_json: bool) -> None:
+    target, limit = (6.0, 40.0) if quick else (5.5, 100.0)
+    names = ["ringmaster"] if quick else list(_METHODS)
+    rows = measure(target, limit, names, 1 if quick else 2)
+    show(f"time-to-loss {target:g}", _COLUMNS, rows, as_json)
+
+
+def measure(target: float, limit: float, names: list[str], num_etas: int) -> list[dict[str, Any]]:
+    results = []
+    for name in names:
+        overrides, etas = _METHODS[name]
+        runs = [_ours(name, [*overrides, f"method.eta={eta}"], eta, target, limit) for eta in etas[-num_etas:]]
+        results.append(min(runs, key=lambda r: r["seconds"]))
+    best = min((_ddp(eta, target, 2 * limit) for eta in _DDP_ETAS[-num_etas:]), key=lambda r: r["seconds"])
+    results.append(best)
+    results.append({**best, "time to loss": "DDP, its optimizers' time left out",
+                    "seconds": best["seconds"] - best["optimizer_seconds"]})  # fmt: skip
+    ours = results[0]["seconds"]
+    return [_row(result, ours, limit) for result in results]
+
+
+def _row(result: dict[str, Any], ours: float, limit: float) -> dict[str, Any]:
+    reached = math.isfinite(result["seconds"])
+    return {
+        "time to loss": result["time to loss"],
+        "x ringmaster": f"{result['seconds'] / ours:.2f}" if reached else "",
+        "seconds": round(result["seconds"], 1) if reached else f"not in {limit:g}",
+        "eta": result["eta"],
+        "updates": result["updates"],
+        "loss": round(result["loss"], 3),
+    }
+
+
+def _ours(name: str, overrides: list[str], eta: float, target: float, limit: float) -> dict[str, Any]:
+    """Ends the run when it has got there."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder, "run")
+        command = [sys.executable, "-m", "ringmaster_dist", "train", *_COMMON, *overrides, f"run.dir={directory}",
+                   "budget.updates=null", f"budget.seconds={limit}", f"run.samples={2 * int(limit)}"]  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        tail, row, seconds = Tail(directory / "metrics.jsonl"), {"loss": math.inf, "version": 0}, math.inf
+        while process.poll() is None and math.isinf(seconds):
+            for row in (r for r in tail.new() if "loss" in r):
+                if row["loss"] <= target:
+                    seconds = row["time"]
+                    process.send_signal(signal.SIGINT)
+                    break
+            time.sleep(0.05)
+        _, errors = process.communicate()
+    if process.returncode:
+        raise UserError(f"the run that was to be measured failed: {errors.strip()}")
+    return {"time to loss": name, "seconds": seconds, "eta": eta, "updates": row["version"], "loss": row["loss"]}
+
+
+def _ddp(eta: float, target: float, limit: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_WORKERS}",
+               "-m", "ringmaster_dist.bench.ddp", str(eta), str(target), str(limit), *_COMMON]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"the DDP run failed: {done.stderr.strip()[-2000:]}")
+    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    return {
+        "time to loss": "DDP (gloo) + torch.optim.Muon",
+        "seconds": facts["seconds"] if facts["reached"] else math.inf,
+        "eta": eta,
+        "updates": facts["steps"],
+        "loss": facts["loss"],
+        "optimizer_seconds": facts["optimizer_seconds"],
+    }
