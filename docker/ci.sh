@@ -79,8 +79,10 @@ else
     mkdir -p "$place" || leave_out "$place cannot be made"
     install_engine || leave_out "no engine is running, and none can be installed (root and apt-get are needed)"
     start_engine || leave_out "dockerd does not start, see above"
+    fill_wheelhouse &   # beside the base image, which waits for the network too
+    wheels=$!
     make_base_image || leave_out "there is no base image, see above"
-    fill_wheelhouse || leave_out "pip cannot make the wheels, see above"
+    wait "$wheels" || leave_out "pip cannot make the wheels, see above"
 fi
 say "docker tests"
 "$python" -m pytest -m docker tests/e2e/test_docker.py "$@"
