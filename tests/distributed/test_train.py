@@ -198,7 +198,7 @@ def test_a_worker_without_a_server_gives_up_with_one_line():
     process = worker("server=127.0.0.1:1", "patience_seconds=1", RINGMASTER_TOKEN="x")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.strip() == "ringmaster worker: no server at 127.0.0.1:1, for 1 s"
+    assert errors.strip() == "ringmaster worker: no server at 127.0.0.1:1 (Connection refused), for 1 s"
 
 
 def test_a_taken_port_is_told(tmp_path):
