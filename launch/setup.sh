@@ -26,5 +26,13 @@ setup() {
     printf '%s' "$want" >"$stamp"
 }
 
+# The interpreter that has the package: RINGMASTER_PYTHON as it is, or that of .venv, which is made if need be.
+python_with_package() {
+    if [ -z "${RINGMASTER_PYTHON:-}" ]; then
+        setup test,fast >&2
+        RINGMASTER_PYTHON=$PWD/.venv/bin/python
+    fi
+}
+
 # Leaves out what pip says of places to look that are not there.
 quiet() { grep -v 'is ignored: it is neither a file nor a directory' || true; }

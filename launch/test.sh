@@ -11,6 +11,6 @@ if [ $# -gt 0 ]; then
     exec .venv/bin/python -m pytest "$@"
 fi
 say "tests, on all cores"
-.venv/bin/python -m pytest -n "$(nproc)" --dist worksteal -m "not alone"
+.venv/bin/python -m pytest -n "$(nproc)" --dist worksteal -m "not alone and not docker"
 say "tests that measure, one by one"
-.venv/bin/python -m pytest -m alone
+.venv/bin/python -m pytest -m "alone and not docker"

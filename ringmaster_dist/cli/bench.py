@@ -11,6 +11,7 @@ BENCHES = {
     "update": "one server update of the paper's model, beside torch.optim.Muon",
     "gradient": "a gradient of the paper's model, beside a plain loop over the same module",
     "exchange": "a push and the snapshot that comes back, beside the same bytes over plain TCP",
+    "scale": "how large a cluster one server carries, from measured updates, simulated workers and assumed links",
     "server": "updates per second with many workers pushing, beside one over the time of an update",
     "time-to-loss": "seconds to a validation loss on paced workers, beside DistributedDataParallel and every method",
     "efficiency": "gradients delivered by paced workers, beside the sum of their rates; interruption",

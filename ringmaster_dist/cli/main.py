@@ -26,6 +26,7 @@ COMMANDS = {
     "experiment": "reproduce an experiment of the paper: grids, figure, summary",
     "doctor": "look for what commonly breaks a cluster, on this machine or towards a server",
     "bench": "measure this system beside its alternatives",
+    "chaos": "train under kills, stops, disconnects, NaNs and server restarts, and account for it",
 }
 
 

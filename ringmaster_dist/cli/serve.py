@@ -247,6 +247,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
 
 def _listen(service: Service, config: Config, directory: RunDirectory) -> Host:
     """At the configured port; at the one it had before, if it is a restart; else at any."""
+    from ringmaster_dist.transport.addresses import AddressError
     from ringmaster_dist.transport.star import Host
 
     settings = config.server
@@ -260,6 +261,8 @@ def _listen(service: Service, config: Config, directory: RunDirectory) -> Host:
     while True:
         try:
             return listen(port)
+        except AddressError as error:
+            raise UserError(str(error)) from error
         except OSError as error:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)

@@ -61,10 +61,25 @@ class Place:
             self.process, self._start_at = None, now + _RESTART_SECONDS
 
 
-def supervise(config: Config, directory: RunDirectory, look: Callable[[], None] = lambda: None) -> int:
+def work_at(name: str, address: str, token: str, slot: int, timeouts: dict[str, float]) -> None:
+    """What a worker's process does."""
+    from ringmaster_dist.worker.__main__ import work
+
+    become(name)
+    leave(work(address, token, slot=slot, **timeouts))
+
+
+def supervise(
+    config: Config,
+    directory: RunDirectory,
+    look: Callable[[], None] = lambda: None,
+    *,
+    work: Callable[..., None] = work_at,
+    watch: Callable[[Place, list[Place]], None] = lambda server, workers: None,
+) -> int:
     """Runs the processes until the server has ended by itself. One that dies is started again, alone.
 
-    ``look`` is called every now and then, for whoever shows how it goes.
+    ``look`` is called every now and then, for whoever shows how it goes; ``watch`` too, with everybody's place.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # before the helper imports torch: several processes share this machine
     multiprocessing.get_context("forkserver").set_forkserver_preload(["ringmaster_dist.cli.preload"])
@@ -78,8 +93,8 @@ def supervise(config: Config, directory: RunDirectory, look: Callable[[], None] 
             if address is None:
                 return server.exit_code or 1
             workers = [
-                Place(f"worker-slot-{slot}", _work, address, directory.read("token"), slot, _timeouts(config))
-                for slot in range(config.cluster.workers)
+                Place(f"worker-slot-{slot}", work, address, directory.read("token"), slot, _timeouts(config))
+                for slot in range(local_workers(config))
             ]
             while not (asked() or failure or server.exit_code in (0, _MISTAKE)):
                 for place in (server, *workers):
@@ -89,6 +104,7 @@ def supervise(config: Config, directory: RunDirectory, look: Callable[[], None] 
                 elif workers and all(place.given_up for place in workers):
                     failure = "every worker failed as soon as it had started"
                 look()
+                watch(server, workers)
                 time.sleep(_TICK_SECONDS)
             if server.process and server.exit_code is None:
                 server.process.terminate()  # it tells the workers, writes what there is, and ends
@@ -100,6 +116,11 @@ def supervise(config: Config, directory: RunDirectory, look: Callable[[], None] 
         print(f"ringmaster: {failure}: the run was ended; the last words are above", file=sys.stderr)
         return 1
     return 1 if server.exit_code is None else server.exit_code
+
+
+def local_workers(config: Config) -> int:
+    cluster = config.cluster
+    return cluster.workers if cluster.local_workers is None else cluster.local_workers
 
 
 def _timeouts(config: Config) -> dict[str, float]:
@@ -133,25 +154,18 @@ def _finish(places: list[Place], seconds: float) -> None:
 def _serve(name: str, directory: str) -> None:
     from ringmaster_dist.cli.main import main
 
-    _become(name)
-    _leave(main(["serve", directory]))
+    become(name)
+    leave(main(["serve", directory]))
 
 
-def _work(name: str, address: str, token: str, slot: int, timeouts: dict[str, float]) -> None:
-    from ringmaster_dist.worker.__main__ import work
-
-    _become(name)
-    _leave(work(address, token, slot=slot, **timeouts))
-
-
-def _become(name: str) -> None:
+def become(name: str) -> None:
     """A session of its own, so that Ctrl+C in the terminal reaches the supervisor alone; a name for ps and top."""
     os.setsid()
     with open("/proc/self/comm", "w") as comm:
         comm.write(name)
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> None:
     # Without the interpreter's farewell: TensorPipe's threads may hang in it, and nothing is left to write.
     sys.stdout.flush()
     sys.stderr.flush()

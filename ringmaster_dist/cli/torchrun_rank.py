@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ringmaster_dist.cli.train import prepare, show_summary
+from ringmaster_dist.cli.train import RunIsOver, prepare, show_summary
 from ringmaster_dist.config.errors import UserError
 
 _FIND_SECONDS = 120.0
@@ -15,8 +15,12 @@ def main(argv: list[str]) -> int:
     from ringmaster_dist.transport import rendezvous
 
     rank = int(os.environ["RANK"])
-    if int(os.environ["WORLD_SIZE"]) < 2:
-        raise UserError("rank 0 serves and the others work: use --nproc-per-node=2 or more")
+    workers = int(os.environ["WORLD_SIZE"]) - 1
+    if workers == 0 and "cluster.local_workers=0" not in argv:
+        raise UserError(
+            "rank 0 serves and the others work: use --nproc-per-node=2 or more, "
+            "or cluster.local_workers=0 for a server whose workers come from elsewhere"
+        )
     if rank > 0:
         from ringmaster_dist.worker.__main__ import work
 
@@ -26,8 +30,12 @@ def main(argv: list[str]) -> int:
     from ringmaster_dist.cli.serve import serve
     from ringmaster_dist.cli.signals import stop_signals
 
-    workers = int(os.environ["WORLD_SIZE"]) - 1
-    config, config_text, directory = prepare([*_resumed_if_restarted(argv), f"cluster.workers={workers}"])
+    numbers = [f"cluster.workers={workers}"] if workers else []
+    try:
+        config, config_text, directory = prepare([*_resumed_if_restarted(argv), *numbers])
+    except RunIsOver as over:
+        print(over)
+        return 0
     token = directory.read("token")
     stores = []
     with stop_signals() as asked:
@@ -36,7 +44,7 @@ def main(argv: list[str]) -> int:
             config_text,
             directory,
             token,
-            announce=lambda address: stores.append(rendezvous.publish(address, token)),
+            announce=lambda address: stores.append(rendezvous.publish(address, token)) if workers else None,
             should_stop=asked,
         )
     show_summary(directory, report=config.run.report)
@@ -45,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def _resumed_if_restarted(argv: list[str]) -> list[str]:
     """torchrun starts all ranks again when one has died (``--max-restarts``): that run goes on in its directory."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or "resume=auto" in argv:
         return argv
     given = next((word.partition("=")[2] for word in argv if word.startswith("run.dir=")), "")
     if not given:

@@ -12,16 +12,18 @@ from rich.console import Console
 
 from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
-from ringmaster_dist.cli.supervisor import supervise
+from ringmaster_dist.cli.supervisor import local_workers, supervise
 from ringmaster_dist.cli.watch import open_watcher
-from ringmaster_dist.config.compose import compose, continued, to_typed
+from ringmaster_dist.config.compose import compose, continued, same_run, to_typed
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import measured_times
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.secret import servers_token
 from ringmaster_dist.observe.console import ProgressLine, print_summary
 from ringmaster_dist.observe.live import View
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
+from ringmaster_dist.transport.addresses import elsewhere, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,12 @@ replay RUN_DIR then proves it.
 
   resume=RUN_DIR   go on with a run that was stopped, or lost its machine, from its newest good checkpoint. The
                    configuration is the run's own; budget.*, cluster.*, server.* and checkpoint.* may be given anew.
+  resume=auto      go on with the run in run.dir if there is one, else begin it: the same line each time, for whatever
+                   starts it again. A run that is over stays as it is.
+  cluster.local_workers=0 server.host=ADDRESS server.port=PORT
+                   only serve; the workers come from elsewhere. See docs/cluster.md.
+
+The token is made anew for a run, or taken from RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN.
 
   watch=true       serve a page on this machine that shows the run as it goes on
   run.report=false leave out the figures and the page that are drawn at the end
@@ -71,7 +79,11 @@ def main(argv: list[str]) -> int:
 
 
 def _run(overrides: list[str]) -> int:
-    config, _, directory = prepare(overrides)
+    try:
+        config, _, directory = prepare(overrides)
+    except RunIsOver as over:
+        print(over)
+        return 0
     if config.problem.name == "nanochat":
         prepare_data(config)
     budget, console = config.budget, Console(file=sys.stdout)
@@ -108,16 +120,35 @@ def show_sample(directory: RunDirectory) -> None:
     sample.main([str(directory.path), "--prompt", "def ", "--tokens", "80"])
 
 
+class RunIsOver(Exception):
+    """There is nothing to go on with, and that is as it should be."""
+
+
 def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
-    """Checks everything, claims or reopens the run directory, writes the configuration and the token."""
+    """Checks everything, claims or reopens the run directory, writes the configuration and the token.
+
+    Raises `RunIsOver` with resume=auto where the run in the directory has ended by its budget.
+    """
     resumed = next((word.partition("=")[2] for word in overrides if word.startswith("resume=")), "")
-    composed = continued(Path(resumed), overrides) if resumed not in ("", "null") else compose(overrides, "train")
+    if resumed == "auto":
+        composed = compose(overrides, "train")
+        resumed = _begun(composed.run.dir)
+        composed.resume = None
+        if resumed:
+            same_run(Path(resumed), composed)
+    else:
+        resumed = "" if resumed == "null" else resumed
+        composed = continued(Path(resumed), overrides) if resumed else compose(overrides, "train")
     config = to_typed(composed, real_time=True)
+    _refuse_loopback_for_others(config)
+    token = servers_token()
     if config.cluster.phases:
         raise UserError("cluster.phases changes speeds in simulations only: real workers keep their pace")
     if resumed:
         directory = RunDirectory.opened(Path(resumed))
-        _refuse_if_used_up(config, directory)
+        _refuse_if_used_up(config, directory, asked="resume=auto" not in overrides)
+        if token:
+            directory.write_secret("token", token)
         for name in ("summary.json", "final.safetensors"):  # of the part before
             (directory.path / name).unlink(missing_ok=True)
     else:
@@ -126,7 +157,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
             directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
         except RunDirectoryError as error:
             raise UserError(str(error)) from error
-        directory.write_secret("token", secrets.token_hex(16))
+        directory.write_secret("token", token or secrets.token_hex(16))
     composed.run.dir = str(directory.path)
     if config.cluster.profile == "file":  # which workers on other machines do not have
         composed.cluster.times = measured_times(config.cluster)
@@ -135,12 +166,31 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
     return config, text, directory
 
 
-def _refuse_if_used_up(config: Config, directory: RunDirectory) -> None:
+def _begun(directory: str | None) -> str:
+    """The directory, if it holds a run that can go on; empty if not."""
+    if directory is None:
+        raise UserError("resume=auto needs run.dir, the directory to look into")
+    return directory if all((Path(directory) / name).exists() for name in ("config.yaml", "token")) else ""
+
+
+def _refuse_loopback_for_others(config: Config) -> None:
+    others = config.cluster.workers - local_workers(config)
+    if others and is_loopback(config.server.host):
+        raise UserError(
+            f"server.host={config.server.host} is loopback, which only this machine can reach, but {others} of "
+            f"cluster.workers={config.cluster.workers} are to come from elsewhere (cluster.local_workers="
+            f"{local_workers(config)}): set server.host to an address they can reach, of {elsewhere()}"
+        )
+
+
+def _refuse_if_used_up(config: Config, directory: RunDirectory, *, asked: bool) -> None:
     import json
 
     summary = json.loads(directory.read("summary.json") or "{}")
     for unit in ("updates", "seconds"):
         limit, used = getattr(config.budget, unit), summary.get(unit, 0)
+        if limit is not None and used >= limit and not asked:
+            raise RunIsOver(f"the run in {directory.path} is over: {used:g} {unit}; budget.{unit} may be raised")
         if limit is not None and used >= limit:
             raise UserError(
                 f"resume={directory.path}: the run has used up its budget ({used:g} {unit}): raise budget.{unit}"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringmaster_dist import __version__
 from ringmaster_dist.algorithm.auto import AutoThreshold
 from ringmaster_dist.algorithm.layout import ROLES, Layout
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
@@ -109,8 +110,18 @@ def _from_python(target: str, arguments: dict[str, Any]) -> Problem:
 
 
 def build_fingerprint(layout: Layout, problem: Problem) -> str:
-    """Equal for two processes exactly if their parameters and their data are the same."""
-    return f"{layout.fingerprint}-{getattr(problem, 'data_fingerprint', '')}"
+    """Equal for two processes exactly if their package, their parameters and their data are the same."""
+    return f"{__version__}/{layout.fingerprint}/{getattr(problem, 'data_fingerprint', '')}"
+
+
+def explain_difference(mine: str, servers: str) -> str:
+    """Why two fingerprints are not equal, for whoever has to put it right."""
+    (my_version, my_layout, _), (version, layout, _) = mine.split("/"), servers.split("/")
+    if my_version != version:
+        return f"this machine has version {my_version} of ringmaster-dist, the server {version}: install the same"
+    if my_layout != layout:
+        return "this machine builds other parameters from the same configuration: is its model code another?"
+    return "this machine has other data than the server: copy the server's text, or the data's cache folder"
 
 
 def build_schedule(config: Config) -> Schedule:

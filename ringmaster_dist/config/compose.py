@@ -24,6 +24,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.validate import validate
 
 _MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")
+_OF_THE_CALL = (("run", "dir"), ("run", "overwrite"))  # no part of what is computed
 
 
 def config_dir() -> Path:
@@ -94,6 +95,22 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
         if composed.budget.updates != before.budget.updates:
             raise UserError("budget.updates is part of this run's step sizes and cannot change")
     return composed
+
+
+def same_run(directory: Path, composed: DictConfig) -> None:
+    """Raises `UserError` where the run in a directory was begun with what may not change when it goes on."""
+    before = OmegaConf.load(directory / "config.yaml")
+    assert isinstance(before, DictConfig)
+    for section in set(composed) | set(before):
+        old, new = (OmegaConf.to_container(c.get(section)) if c.get(section) else {} for c in (before, composed))
+        if section in _MAY_CHANGE or not isinstance(old, dict) or not isinstance(new, dict):
+            continue
+        for key in set(old) | set(new):
+            if (section, key) not in _OF_THE_CALL and old.get(key) != new.get(key):
+                raise UserError(
+                    f"{section}.{key}={new.get(key)}: the run in {directory} was begun with {old.get(key)}; "
+                    "a run goes on as it began: choose another run.dir, or leave it as it was"
+                )
 
 
 def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:

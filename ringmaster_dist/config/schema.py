@@ -98,6 +98,7 @@ class PhaseConfig:
 @dataclass
 class ClusterConfig:
     workers: int = 64
+    local_workers: int | None = None
     profile: str = "linear"
     unit_seconds: float = 1.0
     profile_file: str | None = None

@@ -45,6 +45,11 @@ def validate(config: Config, *, real_time: bool = False) -> None:
     _one_of("geometry.orthogonalization", config.geometry.orthogonalization, _ORTHOGONALIZATIONS)
 
     _at_least("cluster.workers", cluster.workers, 1)
+    if cluster.local_workers is not None and not 0 <= cluster.local_workers <= cluster.workers:
+        raise UserError(
+            f"cluster.local_workers={cluster.local_workers}: between 0 and cluster.workers={cluster.workers} of them "
+            "are started on this machine"
+        )
     if cluster.profile == "none" and not real_time:
         raise UserError(f"cluster.profile=none: simulated workers need a pace, one of {', '.join(PROFILES)}")
     _one_of("cluster.profile", cluster.profile, (*PROFILES, "file", "none"))
@@ -120,6 +125,11 @@ def _validate_server(server: ServerConfig) -> None:
     _at_least("server.start_seconds", server.start_seconds, 0)
     for name in ("lease_seconds", "connect_seconds", "call_seconds", "patience_seconds", "farewell_seconds"):
         _above(f"server.{name}", getattr(server, name), 0)
+    if server.start_seconds >= server.call_seconds:
+        raise UserError(
+            f"server.start_seconds={server.start_seconds:g}: must be below server.call_seconds="
+            f"{server.call_seconds:g}, else the first workers give up while they wait for the others"
+        )
 
 
 def _validate_method(method: MethodConfig, config: Config) -> None:

@@ -2,7 +2,7 @@
 
 The public ways to form a group do not fit workers that come and go: a static group needs everybody at the start and
 hangs when one is dead, a dynamic one makes each joiner call every member. Here a worker only ever knows the server.
-Its two-member group lives under a prefix of its own in the server's store, where the server's address is copied to.
+Its two-member group lives in a store of its own process, where the server's address is copied to.
 
 This file uses names of torch that begin with an underscore. `check_assumptions` says which is gone, should one be.
 A broken pipe is final for an agent: to reconnect, close the client and make a new one.
@@ -10,7 +10,6 @@ A broken pipe is final for an agent: to reconnect, close the client and make a n
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -23,12 +22,12 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api
 
 from ringmaster_dist.protocol import Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
-from ringmaster_dist.transport import about, surface
+from ringmaster_dist.transport import about, addresses, surface
 from ringmaster_dist.transport.guard import Guard
+from ringmaster_dist.transport.lookup import look_up
 from ringmaster_dist.transport.unpickling import restrict
 
 _SERVER = "server"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Unreachable(Exception):
@@ -70,23 +69,17 @@ def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threa
     return agent
 
 
-def _bind_to_loopback_if(host: str) -> None:
-    """TensorPipe listens where its interface says; for a server on loopback that is loopback alone."""
-    if host in _LOOPBACK:
-        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
-
-
 class Host:
-    """The server's end. Serves from the moment it is made until `close`."""
+    """The server's end. Serves from the moment it is made until `close`. Raises OSError or AddressError."""
 
     def __init__(self, handlers: surface.Handlers, host: str, port: int, *, threads: int, timeout: float) -> None:
         check_assumptions()
-        _bind_to_loopback_if(host)
-        listener = socket.create_server((host, port), backlog=1024)
+        address = addresses.listen_at(host)
+        listener = socket.create_server((address, port), backlog=1024)
         self.address = f"{host}:{listener.getsockname()[1]}"
         surface.serve(handlers)
         self._store = dist.TCPStore(
-            host,
+            address,
             listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
@@ -96,6 +89,7 @@ class Host:
         self._threads, self._timeout = threads, timeout
         self._guard = Guard(self._start)
         self._next_beat = 0.0
+        addresses.check_published(host, address, self._store.get(f"{_SERVER}/addrs/{_SERVER}").decode())
 
     def _start(self) -> tuple[Any, int]:
         """A new agent beside the one there may be. The store has its address, where workers look for it."""
@@ -134,17 +128,21 @@ class Client:
     def __init__(self, server: str, *, connect_seconds: float, call_seconds: float) -> None:
         host, _, port = server.rpartition(":")
         self._server, self._seconds = server, call_seconds
-        _bind_to_loopback_if(host)
         try:  # with a plain socket first: c10d writes a stack trace on every failed connect
+            addresses.route_to(host)
             socket.create_connection((host, int(port)), timeout=connect_seconds).close()
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=connect_seconds))
-            number = store.add("joined", 1)
-            private = dist.PrefixStore(f"worker/{number}", store)
-            private.set("names/0", _SERVER)
-            private.set(f"addrs/{_SERVER}", store.get(f"{_SERVER}/addrs/{_SERVER}"))
-            _start_agent(private, f"worker-{number}", 1, 2, 4, call_seconds)
-        except (OSError, RuntimeError) as error:
-            raise Unreachable(f"no server at {server}") from error
+        except OSError as error:
+            raise Unreachable(f"no server at {server} ({error.strerror or error})") from error
+        found = look_up(host, int(port), f"{_SERVER}/addrs/{_SERVER}", connect_seconds)
+        if found is None:
+            raise Unreachable(f"something listens at {server}, but did not answer as a server of this system")
+        private = dist.HashStore()  # in this process: to make the agent takes nobody else
+        private.set("names/0", _SERVER)
+        private.set(f"addrs/{_SERVER}", found.address)
+        try:
+            _start_agent(private, f"worker-{found.number}", 1, 2, 4, call_seconds)
+        except RuntimeError as error:
+            raise Unreachable(f"no agent can be started for the server at {server}: {error}") from error
 
     def close(self) -> None:
         """Drops the connection; a new client may be made afterwards, in the same process."""
@@ -160,7 +158,8 @@ class Client:
         return reply
 
     def push(self, session: str, push: Push) -> Reply:
-        reply: Reply = self._call(surface.push, session, push, seconds=0.0)  # a round may take as long as it takes
+        """May have to be repeated where a round takes longer than the timeout; that changes nothing on the server."""
+        reply: Reply = self._call(surface.push, session, push)
         return reply
 
     def leave(self, session: str) -> None:
@@ -181,9 +180,8 @@ class Client:
             raise Unreachable(f"lost the server at {self._server}") from error
         future.add_done_callback(done)
 
-    def _call(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
-        timeout = self._seconds if seconds is None else seconds
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return rpc.rpc_sync(_SERVER, function, args=arguments, timeout=timeout)
+            return rpc.rpc_sync(_SERVER, function, args=arguments, timeout=self._seconds)
         except RuntimeError as error:
             raise Unreachable(f"lost the server at {self._server}") from error

@@ -1,8 +1,9 @@
 """What a peer may send: the calls and words of this system, tensors, and nothing that runs.
 
 Torch RPC pickles calls and results. Its unpickler is replaced, for the whole process, by one that resolves only the
-names below. A tensor travels as ``getattr(_InternalRPCPickler, "_tensor_receiver")(index)``, so ``getattr`` is
-resolved to a function that knows this one case.
+names below. A tensor travels as ``getattr(_InternalRPCPickler, "_tensor_receiver")(index)``, and from some Pythons
+(3.11.0 to 3.11.3) a verdict as ``getattr(Verdict, "STALE")``, so ``getattr`` is resolved to a function that knows these
+cases alone.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ _WORDS = ("JoinRequest", "Welcome", "Push", "Interruptions", "Reply", "Staleness
 _EXCEPTIONS = ("Exception", "RuntimeError", "ValueError", "TypeError", "KeyError", "AttributeError", "IndexError")
 
 
-def _only_the_tensor_receiver(owner: object, name: str) -> Any:
+def _only_what_is_known(owner: object, name: str) -> Any:
     if owner is internal._InternalRPCPickler and name == "_tensor_receiver":
         return internal._InternalRPCPickler._tensor_receiver
+    if (owner is protocol.Verdict or owner is protocol.Staleness) and name in owner.__members__:
+        return owner[name]
     raise pickle.UnpicklingError(f"refused: getattr of {name!r}")
 
 
@@ -38,7 +41,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         if module == internal.__name__ and name in ("PythonUDF", "RemoteException", "_InternalRPCPickler"):
             return getattr(internal, name)
         if module == "builtins" and name == "getattr":
-            return _only_the_tensor_receiver
+            return _only_what_is_known
         if module == "builtins" and name in _EXCEPTIONS:
             return getattr(builtins, name)
         raise pickle.UnpicklingError(f"refused: {module}.{name} is not part of this system's exchange")

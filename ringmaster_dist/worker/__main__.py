@@ -1,15 +1,11 @@
-"""``python -m ringmaster_dist.worker server=HOST:PORT [token_file=...] [slot=N]``, also under torchrun.
-
-The configuration comes from the server. The token is looked for in this order: ``token_file=``, the variable
-RINGMASTER_TOKEN. Exit code 0 when the run is over, 2 for a mistake or when it is not wanted, 1 when the server is lost
-or the gradient cannot be computed.
-"""
+"""``python -m ringmaster_dist.worker server=HOST:PORT [key=value ...]``, also under torchrun. ``--help`` says more."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from ringmaster_dist.transport.quiet import quiet_environment
@@ -17,11 +13,32 @@ from ringmaster_dist.transport.quiet import quiet_environment
 quiet_environment()
 
 
+from ringmaster_dist.config.build import explain_difference  # noqa: E402
+from ringmaster_dist.config.errors import UserError  # noqa: E402
+from ringmaster_dist.config.secret import given_token  # noqa: E402
 from ringmaster_dist.transport.memory import keep_memory  # noqa: E402
 from ringmaster_dist.transport.star import Client, Unreachable  # noqa: E402
 from ringmaster_dist.worker.job import make_job  # noqa: E402
-from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker  # noqa: E402
+from ringmaster_dist.worker.loop import Failed, Job, Lost, Refused, Worker  # noqa: E402
 
+_HELP = """python -m ringmaster_dist.worker server=HOST:PORT [key=value ...]
+
+One worker of a run that is served at HOST:PORT, on any machine that can reach it. It waits for a server that is not
+there yet, and for one that has gone; the configuration comes from the server. Under torchrun, one per process:
+
+  torchrun --standalone --nproc-per-node=G -m ringmaster_dist.worker server=HOST:PORT
+
+  server            where the server is; <run.dir>/address on its machine has it. server=@FILE: what FILE says, read
+                    at every attempt, for a server that may come back at another place
+  token_file        the file with the run's token; else RINGMASTER_TOKEN_FILE names it, or RINGMASTER_TOKEN is it
+  slot              whose place in the delay profile it keeps the pace of, where the run is paced (-1: that of its id)
+  connect_seconds   it waits this long for a connection (10)
+  call_seconds      and this long for an answer, then it connects anew and asks again (60)
+  patience_seconds  it looks for a server that is away for this long, then gives up (60)
+
+RINGMASTER_LOG=INFO says more. Exit code 0: the run is over. 1: the server is lost, or gradients cannot be computed
+here. 2: a mistake, or the server refuses this worker; the line on stderr says why.
+"""
 _KEYS = ("server", "token_file", "slot", "connect_seconds", "call_seconds", "patience_seconds")
 
 
@@ -29,37 +46,64 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(
         level=os.environ.get("RINGMASTER_LOG", "WARNING"), format="%(asctime)s %(name)s %(message)s", stream=sys.stderr
     )
+    if "-h" in argv or "--help" in argv:
+        print(_HELP)
+        return 0
     try:
         given = _parse(argv)
         token = _token(given)
         seconds = {name: float(given.get(name, default)) for name, default in
                    (("connect_seconds", 10), ("call_seconds", 60), ("patience_seconds", 60))}  # fmt: skip
         slot = int(given.get("slot", -1))
-    except (ValueError, OSError) as error:
+    except (ValueError, UserError) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
         return 2
     return work(given["server"], token, slot=slot, **seconds)
 
 
 def work(
-    server: str, token: str, *, slot: int = -1, connect_seconds: float = 10.0, call_seconds: float = 60.0,
-    patience_seconds: float = 60.0,
+    server: str, token: str, make: Callable[[str, int], Job] = make_job, /, *, slot: int = -1,
+    connect_seconds: float = 10.0, call_seconds: float = 60.0, patience_seconds: float = 60.0,
 ) -> int:  # fmt: skip
+    """Works until the run is over; returns the exit code."""
     keep_memory()
 
     def connect() -> Client:
-        return Client(server, connect_seconds=connect_seconds, call_seconds=call_seconds)
+        return Client(_where(server), connect_seconds=connect_seconds, call_seconds=call_seconds)
 
-    worker = Worker(connect, Unreachable, make_job, token=token, slot=slot, patience_seconds=patience_seconds)
+    worker = Worker(
+        connect, Unreachable, make, token=token, slot=slot, patience_seconds=patience_seconds,
+        explain=explain_difference,
+    )  # fmt: skip
     try:
         worker.run()
     except Refused as error:
         print(f"ringmaster worker: the server at {server} refused: {error}", file=sys.stderr)
         return 2
+    except UserError as error:
+        print(f"ringmaster worker: the run at {server} cannot be joined from here: {error}", file=sys.stderr)
+        return 2
     except (Lost, Failed) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _where(server: str) -> str:
+    if not server.startswith("@"):
+        return server
+    try:
+        text = Path(server[1:]).read_text().strip()
+    except OSError as error:
+        raise Unreachable(f"no server has written {server[1:]} ({error.strerror})") from error
+    if not _is_address(text):
+        raise Unreachable(f"{server[1:]} has no HOST:PORT")
+    return text
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit()
 
 
 def _parse(argv: list[str]) -> dict[str, str]:
@@ -69,16 +113,14 @@ def _parse(argv: list[str]) -> dict[str, str]:
         if not equals or key not in _KEYS:
             raise ValueError(f"{word!r} is not understood: write key=value with {', '.join(_KEYS)}")
         given[key] = value
-    host, _, port = given.get("server", "").rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"server={given.get('server', '')}: write server=HOST:PORT; <run.dir>/address has it")
+    server = given.get("server", "")
+    if not (_is_address(server) or (server.startswith("@") and server[1:])):
+        raise ValueError(f"server={server}: write server=HOST:PORT; <run.dir>/address has it")
     return given
 
 
 def _token(given: dict[str, str]) -> str:
-    if "token_file" in given:
-        return Path(given["token_file"]).read_text().strip()
-    token = os.environ.get("RINGMASTER_TOKEN", "")
+    token = given_token(given.get("token_file", ""))
     if not token:
         raise ValueError("no token: give token_file=<run.dir>/token or set RINGMASTER_TOKEN")
     return token

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
+_SAY_SECONDS = 3.0  # a server that is away for longer is spoken of, then each time the wait has doubled
 
 
 class Connection(Protocol):
@@ -93,12 +94,15 @@ class Worker:
         token: str,
         slot: int = -1,
         patience_seconds: float = 60.0,
+        explain: Callable[[str, str], str] = lambda mine, servers: f"fingerprint {mine}, the server's {servers}",
     ) -> None:
         self._connect, self._unreachable, self._make_job = connect, unreachable, make_job
         self._token, self._slot, self._patience_seconds = token, slot, patience_seconds
+        self._explain = explain
         self._connection: Connection | None = None
         self._interruptions = Interruptions()
         self._working = threading.Event()  # of the computation in progress
+        self._sign_of_life = 0.0  # when the server last answered a long poll, or let this worker connect
 
     def run(self) -> None:
         """Until the run is over. Raises `Refused`, `Lost` or `Failed`."""
@@ -116,9 +120,13 @@ class Worker:
         if not welcome.session:
             raise Refused(welcome.reason)
         slot = self._slot if self._slot >= 0 else welcome.worker_id
-        job = self._make_job(welcome.config, slot)
-        if job.fingerprint != welcome.fingerprint:
-            raise Refused("this worker's model or data is not the server's")
+        try:
+            job = self._make_job(welcome.config, slot)
+            if job.fingerprint != welcome.fingerprint:
+                raise Refused(self._explain(job.fingerprint, welcome.fingerprint))
+        except Exception:
+            self._insist(lambda c: c.leave(welcome.session))  # so that nobody waits for it
+            raise
         log.info("worker-%d joined", welcome.worker_id)
         self._interruptions = Interruptions()
         return self._compute(job, welcome)
@@ -152,9 +160,17 @@ class Worker:
             if reply.unknown:
                 return reply.ended
             if reply.ended:
-                self._insist(lambda c: c.leave(session))
+                self._say_goodbye(session)
                 return True
             snapshot = reply.snapshot or snapshot
+
+    def _say_goodbye(self, session: str) -> None:
+        """After the end, once: a server that has gone needs no farewell."""
+        try:
+            if self._connection is not None:
+                self._connection.leave(session)
+        except self._unreachable as error:
+            log.info("%s after the end", error)
 
     def _gradient(
         self, job: Job, session: str, worker: int, sequence: int, snapshot: Snapshot, stop: threading.Event
@@ -184,6 +200,8 @@ class Worker:
         assert connection is not None
 
         def answered(answer: Staleness) -> None:
+            if answer is not Staleness.UNKNOWN:  # which is also said of a broken connection
+                self._sign_of_life = time.monotonic()
             if answer is Staleness.ENDED or (answer is Staleness.STALE and job.interrupt):
                 stop.set()
             elif answer is Staleness.AGAIN and self._working is stop:
@@ -200,19 +218,29 @@ class Worker:
         return stop
 
     def _insist(self, call: Callable[[Connection], _T]) -> _T:
-        """Calls until it succeeds, over new connections where need be; gives up after the patience."""
-        pause, since = _FIRST_PAUSE_SECONDS, time.monotonic()
+        """Calls until it succeeds, over new connections where need be.
+
+        Gives up when there was no sign of the server for as long as the patience. A push may well wait for longer than
+        that (a round of `synchronous`): the long poll is answered meanwhile, and a new connection is.
+        """
+        pause, since, say_after = _FIRST_PAUSE_SECONDS, time.monotonic(), _SAY_SECONDS
         while True:
             try:
                 if self._connection is None:
                     self._connection = self._connect()
+                    self._sign_of_life = time.monotonic()
                 return call(self._connection)
             except self._unreachable as error:
                 if self._connection is not None:
                     self._connection.close()
                     self._connection = None
-                if time.monotonic() - since > self._patience_seconds:
+                away = time.monotonic() - max(since, self._sign_of_life)
+                if away > self._patience_seconds:
                     raise Lost(f"{error}, for {self._patience_seconds:g} s") from error
-                log.info("%s: trying again in %.1f s", error, pause)
+                log.log(
+                    logging.WARNING if away > say_after else logging.INFO,
+                    "%s, for %.0f s: trying for another %.0f s", error, away, self._patience_seconds - away,
+                )  # fmt: skip
+                say_after = max(say_after, 2 * away) if away > say_after else say_after
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ringmaster_dist.simulation.replay import replay as recompute
@@ -18,13 +19,13 @@ LONG = ["budget.updates=null", "budget.seconds=600", "run.samples=6000"]  # ends
 class Run:
     """A ``ringmaster train`` in the background; leaves nothing behind when the block ends."""
 
-    def __init__(self, directory: Path, *overrides: str) -> None:
+    def __init__(self, directory: Path, *overrides: str, prefix: Sequence[str] = ()) -> None:
         self.directory = directory
         directory.parent.mkdir(exist_ok=True)
         self._errors = directory.with_suffix(".errors")
         given = overrides if any(word.startswith("resume=") for word in overrides) else (*QUICK, *overrides)
         where = [] if given is overrides else [f"run.dir={directory}"]
-        command = [sys.executable, "-m", "ringmaster_dist", "train", *where, *given]
+        command = [*prefix, sys.executable, "-m", "ringmaster_dist", "train", *where, *given]
         with self._errors.open("w") as errors:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         self.started: set[int] = set()

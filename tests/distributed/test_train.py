@@ -57,6 +57,16 @@ def test_a_threshold_chosen_on_the_way_replays(tmp_path):
     assert min(row["threshold"] for row in rows) < 20  # where it began
 
 
+def test_a_round_may_take_longer_than_a_call(tmp_path):
+    """The quick worker waits for the slow one beyond both its call's timeout and its patience, and is not lost."""
+    paces = ["cluster.workers=2", "cluster.profile=file", "cluster.times=[0.05,2.5]", "cluster.jitter=0"]
+    short = ["server.call_seconds=1", "server.start_seconds=0.9", "server.patience_seconds=1"]
+    with Run(tmp_path / "run", "method=synchronous", *paces, *short, "budget.updates=2") as run:
+        summary = check_finished(run)
+    assert summary["num_workers"] == 2
+    assert summary["accepted"] == 4
+
+
 def test_a_damaged_trace_does_not_replay(tmp_path):
     """The replay can fail: another loss, another order, a missing line, a bit of the result."""
     with Run(tmp_path / "run", "budget.updates=30") as run:
@@ -198,7 +208,7 @@ def test_a_worker_without_a_server_gives_up_with_one_line():
     process = worker("server=127.0.0.1:1", "patience_seconds=1", RINGMASTER_TOKEN="x")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.strip() == "ringmaster worker: no server at 127.0.0.1:1, for 1 s"
+    assert errors.strip() == "ringmaster worker: no server at 127.0.0.1:1 (Connection refused), for 1 s"
 
 
 def test_a_taken_port_is_told(tmp_path):

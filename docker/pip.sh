@@ -1,0 +1,7 @@
+#!/bin/sh
+# pip of the image's environment; from /wheelhouse alone where wheels were handed in.
+if ls /wheelhouse/*.whl >/dev/null 2>&1; then
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheelhouse
+fi
+export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+exec /opt/ringmaster/bin/python -m pip "$@"

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+usage() {
+    cat <<'TEXT'
+docker/up.sh [arguments of docker compose up]
+
+Builds the image and starts a server, a fast worker and a slow one (docker/compose.yaml). Scale while it runs:
+
+  docker/up.sh --no-recreate --scale worker-fast=3 --scale worker-slow=1
+
+  TRAIN        overrides for ringmaster train      (experiment=nanochat_local budget.seconds=null)
+  RUN          the run's folder in the volume      (current); a run that was begun goes on
+  WORKERS      the start waits for this many       (2)
+  PROFILE      whose pace the workers keep         (linear; none: as fast as they can)
+  BASE_IMAGE, TORCH, PIP_ARGS    what the image is made from, see docker/Dockerfile
+  GPU=1        lays docker/compose.gpu.yaml over it;  GPU_WORKERS  how many
+  DOCKER_COMPOSE   the command to use              (docker compose, or docker-compose)
+TEXT
+}
+case "${1:-}" in -h | --help) usage; exit 0 ;; esac
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+if [ ! -s secrets/token ]; then
+    (umask 077 && mkdir -p secrets)           # nobody else gets into the folder;
+    head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n' >secrets/token
+    chmod 444 secrets/token                   # the containers' user has to read the file
+fi
+export COMPOSE_PROJECT_NAME=${COMPOSE_PROJECT_NAME:-ringmaster}
+compose=${DOCKER_COMPOSE:-$(docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)}
+files=(-f compose.yaml)
+[ "${GPU:-}" != 1 ] || { files+=(-f compose.gpu.yaml); export PROFILE=${PROFILE:-none}; }
+exec $compose "${files[@]}" up --detach --build "$@"

@@ -1,0 +1,161 @@
+"""``ringmaster bench scale``: how large a cluster one server carries, from what is measured here and what is assumed.
+
+Measured: the server's update on two models, from which two rates of this machine follow, and a third model as a check.
+Simulated: what a mixed cluster of N workers delivers and how much of it is accepted. Assumed, and printed: the links, a
+GPU to serve from, and the gradient times of workers (the paper's table for its own model, arithmetic for a larger one).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
+from ringmaster_dist.algorithm.methods import Method
+from ringmaster_dist.algorithm.schedules import Constant
+from ringmaster_dist.bench import show
+from ringmaster_dist.bench.update import _ours, paper_parameters
+from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS, base_seconds
+from ringmaster_dist.simulation.forecast import forecast
+from ringmaster_dist.theory.capacity import (
+    Machine,
+    Model,
+    fitted,
+    largest_cluster,
+    orthogonalization_flops,
+    transfer_seconds,
+    update_seconds,
+)
+
+_GPU = Machine("a GPU (assumed: 100 Tflop/s, 2 TB/s)", 100e12, 2e12)
+_LINKS = {"10 Gbit/s": 10e9 / 8, "100 Gbit/s": 100e9 / 8}
+_WORKER_FLOPS, _TOKENS = 0.4 * 312e12, 65_536  # of a worker's GPU in use, and tokens per gradient of the larger model
+_WORKERS, _WORKERS_QUICK = (1, 4, 16, 64, 256, 1024), (4, 16)
+_WIRES = {"float32": 4, "bfloat16": 2}
+
+
+def transformer(blocks: int, width: int, vocabulary: int) -> list[Parameter]:
+    """The matrices of an ordinary one: 12 width^2 per block, two embeddings."""
+    parameters = [Parameter("embedding", (vocabulary, width), "embedding")]
+    for i in range(blocks):
+        parameters += [Parameter(f"{i}.attention.{j}", (width, width)) for j in range(4)]
+        parameters += [Parameter(f"{i}.up", (4 * width, width)), Parameter(f"{i}.down", (width, 4 * width))]
+    return [*parameters, Parameter("output", (vocabulary, width), "output")]
+
+
+def described(name: str, parameters: list[Parameter]) -> Model:
+    matrices = [(p.shape[0], p.shape[1]) for p in parameters if p.role == "matrix"]
+    return Model(name, sum(p.size for p in parameters), orthogonalization_flops(matrices))
+
+
+def run(quick: bool, as_json: bool) -> None:
+    machine, rows = measured_machine(repeats=2 if quick else 8)
+    show("scale: updates measured here, and a third from the rates of the first two",
+         ["model", "parameters", "ms", "ms by the rates"], rows, as_json)  # fmt: skip
+    paper, large = described("the paper's", paper_parameters()), described("1 B", transformer(20, 1792, 65_536))
+    show("scale: the most one server does per second",
+         ["model", "server", "updates/s", "wire", "10 Gbit/s", "100 Gbit/s"], limits([paper, large], [machine, _GPU]),
+         as_json)  # fmt: skip
+    show("scale: mixed clusters in virtual time, the paper's model, R = workers; loads, 1 is saturated",
+         ["workers", "gradients/s", "accepted/s", "MB/s each way", "load here", "GPU", "10 Gbit/s", "100 Gbit/s"],
+         clusters(paper, machine, _WORKERS_QUICK if quick else _WORKERS), as_json)  # fmt: skip
+    show("scale: the largest cluster of one server",
+         ["model", "server and link", "as it is", "bfloat16", "+ 8 accumulated", "+ 4 shards"],
+         largest([(paper, _paper_rate()), (large, _large_rate(large))], [machine, _GPU]), as_json)  # fmt: skip
+
+
+def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
+    """By the seconds of its own, single thread: what else the machine does counts little then."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    models = [
+        ("the paper's", paper_parameters()),
+        ("6 blocks of 384, no vocabulary", transformer(6, 384, 8)),
+        ("4 blocks of 512, vocabulary 8192", transformer(4, 512, 8192)),
+    ]
+    times = []
+    for _, parameters in models:
+        step = _ours(Layout(parameters, GEOMETRY_MAPS["muon"]))
+        step()
+        times.append(min(_own_seconds(step) for _ in range(repeats)))
+    sizes = [described(*model) for model in models]
+    machine = fitted("this machine, one thread", zip(sizes[:2], times[:2], strict=True))
+    rows = [
+        {"model": model.name, "parameters": f"{model.parameters:,}", "ms": round(1e3 * seconds, 1),
+         "ms by the rates": round(1e3 * update_seconds(model, machine), 1)}
+        for model, seconds in zip(sizes, times, strict=True)
+    ]  # fmt: skip
+    return machine, rows
+
+
+def _own_seconds(step: Callable[[], None]) -> float:
+    began = time.thread_time()
+    step()
+    return time.thread_time() - began
+
+
+def limits(models: list[Model], machines: list[Machine]) -> list[dict[str, Any]]:
+    rows = []
+    for model in models:
+        for machine in machines:
+            for wire, width in _WIRES.items():
+                moved = {name: 1.0 / transfer_seconds(model, link, width) for name, link in _LINKS.items()}
+                rows.append(
+                    {"model": model.name, "server": machine.name, "wire": wire,
+                     "updates/s": _short(1.0 / update_seconds(model, machine)),
+                     **{name: _short(rate) for name, rate in moved.items()}}
+                )  # fmt: skip
+    return rows
+
+
+def clusters(model: Model, machine: Machine, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    rows = []
+    for workers in sizes:
+        times = base_seconds("gpus", workers, GPU_GRADIENT_SECONDS["A100"]).tolist()
+        played = forecast(times, Method(Constant(0.1, 0.1, workers)), jitter=0.05, interrupt=True, horizon_seconds=3.0)
+        moved = played.gradients_per_second * model.parameters * 4
+        rows.append(
+            {"workers": workers, "gradients/s": _short(played.gradients_per_second),
+             "accepted/s": _short(played.updates_per_second), "MB/s each way": _short(moved / 1e6),
+             "load here": _short(played.updates_per_second * update_seconds(model, machine)),
+             "GPU": _short(played.updates_per_second * update_seconds(model, _GPU)),
+             **{name: _short(moved / link) for name, link in _LINKS.items()}}
+        )  # fmt: skip
+    return rows
+
+
+def largest(models: list[tuple[Model, float]], machines: list[Machine]) -> list[dict[str, Any]]:
+    rows = []
+    for model, rate in models:
+        for machine in machines:
+            for name, link in _LINKS.items():
+
+                def carried(
+                    wire: int, accumulation: int, shards: int, model: Model = model, machine: Machine = machine,
+                    link: float = link, rate: float = rate,
+                ) -> int | str:  # fmt: skip
+                    slower = max(update_seconds(model, machine, shards), transfer_seconds(model, link, wire, shards))
+                    return largest_cluster(1.0 / slower, rate, accumulation) or "<1"
+
+                rows.append(
+                    {"model": model.name, "server and link": f"{machine.name.partition(' (')[0]}, {name}",
+                     "as it is": carried(4, 1, 1), "bfloat16": carried(2, 1, 1),
+                     "+ 8 accumulated": carried(2, 8, 1), "+ 4 shards": carried(2, 8, 4)}
+                )  # fmt: skip
+    return rows
+
+
+def _paper_rate() -> float:
+    """Gradients per second of the mean worker of the paper's table."""
+    return sum(1.0 / seconds for seconds in GPU_GRADIENT_SECONDS.values()) / len(GPU_GRADIENT_SECONDS)
+
+
+def _large_rate(model: Model) -> float:
+    return _WORKER_FLOPS / (6.0 * model.parameters * _TOKENS)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

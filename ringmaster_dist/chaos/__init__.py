@@ -1,0 +1,1 @@
+"""A training under faults, by a seeded schedule, and what became of it."""

@@ -1,0 +1,103 @@
+"""Carries out a schedule against the processes of a run, and ends the run when its time is over.
+
+`tick` is called by whoever supervises, many times a second. A fault waits until its victim is there to suffer it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ringmaster_dist.chaos.saboteur import DISCONNECT, NAN
+from ringmaster_dist.chaos.schedule import Fault
+
+
+class Restart(NamedTuple):
+    """What there was when the server was killed."""
+
+    version: int  # of the newest line of the trace
+    checkpoint: int  # version of the newest checkpoint
+
+
+class Injector:
+    def __init__(self, directory: Path, faults: Sequence[Fault], seconds: float, end: Callable[[], None]) -> None:
+        self._directory, self._faults, self._seconds, self._end = directory, list(faults), seconds, end
+        self.injected: Counter[str] = Counter()
+        self.restarts: list[Restart] = []
+        self.seconds = 0.0  # from the first update to the end
+        self._began: float | None = None
+        self._stopped: list[tuple[float, int]] = []  # who sleeps, and until when
+        self._ended = False
+
+    def tick(self, server: int | None, workers: Sequence[int | None]) -> None:
+        """With the process ids of who is alive; None for who is not."""
+        now = time.monotonic()
+        if self._began is None:
+            if last_version(self._directory) < 1:
+                return
+            self._began = now
+        for until, pid in [entry for entry in self._stopped if entry[0] <= now]:
+            self._stopped.remove((until, pid))
+            _signal(pid, signal.SIGCONT)
+        elapsed = now - self._began
+        if elapsed >= self._seconds and not self._ended:
+            self._ended, self.seconds = True, elapsed
+            self.release()
+            self._end()
+        due = [fault for fault in self._faults if fault.at_seconds <= elapsed] if not self._ended else []
+        for fault in due:
+            victim = server if fault.slot < 0 else workers[fault.slot]
+            asleep = {pid for _, pid in self._stopped}
+            if victim is not None and victim not in asleep and self._strike(fault, victim, now):
+                self._faults.remove(fault)
+                self.injected[fault.kind] += 1
+
+    def release(self) -> None:
+        """Nobody is left asleep."""
+        for _, pid in self._stopped:
+            _signal(pid, signal.SIGCONT)
+        self._stopped = []
+
+    def _strike(self, fault: Fault, victim: int, now: float) -> bool:
+        if fault.kind == "restart":
+            checkpoint = newest_checkpoint(self._directory)
+            if checkpoint < 0:  # nothing to come back from yet
+                return False
+            self.restarts.append(Restart(last_version(self._directory), checkpoint))
+            return _signal(victim, signal.SIGKILL)
+        if fault.kind == "stop":
+            self._stopped.append((now + fault.lasting_seconds, victim))
+        number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "nan": NAN, "disconnect": DISCONNECT}[fault.kind]
+        return _signal(victim, number)
+
+
+def last_version(directory: Path) -> int:
+    """The server's version after the newest whole line of the trace."""
+    try:
+        with (directory / "trace.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return 0
+    whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
+    return int(json.loads(whole[-1])["version"]) if whole else 0
+
+
+def newest_checkpoint(directory: Path) -> int:
+    """The version of the newest finished checkpoint; -1 if there is none."""
+    names = [path.name for path in directory.glob("checkpoints/term-*_version-*.safetensors")]
+    return max((int(name.split("_version-")[1].split("_")[0]) for name in names), default=-1)
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

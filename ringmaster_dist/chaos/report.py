@@ -1,0 +1,79 @@
+"""What became of a disturbed run: counted from its files, beside the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ringmaster_dist.chaos.injector import Injector
+from ringmaster_dist.chaos.schedule import KINDS, WORKER_KINDS
+from ringmaster_dist.simulation.replay import replay
+
+
+def account(directory: Path, undisturbed: Injector, disturbed: Injector, given: dict[str, float]) -> dict[str, Any]:
+    """Rates are accepted gradients per second of wall clock, from the first update to the end, repairs included."""
+    before, after = (_summary(directory / name) for name in ("undisturbed", "disturbed"))
+    rates = [s["accepted"] / injector.seconds for s, injector in ((before, undisturbed), (after, disturbed))]
+    begins = [term["version"] for term in _records(directory / "disturbed" / "terms.jsonl")][1:]
+    lost = sum(max(0, restart.checkpoint - begin) for restart, begin in zip(disturbed.restarts, begins, strict=True))
+    redone = sum(max(0, restart.version - begin) for restart, begin in zip(disturbed.restarts, begins, strict=True))
+    told = Counter(record["kind"] for record in _records(directory / "disturbed" / "faults.jsonl"))
+    outcome = replay(directory / "disturbed")
+    counted = after["accepted"] + after["stale"] + after["invalid"]
+    return {
+        "date": str(date.today()),
+        "machine": f"{platform.processor() or platform.machine()}, {platform.system()} {platform.release()}",
+        "given": given,
+        "seconds": round(disturbed.seconds, 1),
+        "faults": {kind: disturbed.injected[kind] for kind in KINDS},
+        "worker_faults": sum(disturbed.injected[kind] for kind in WORKER_KINDS),
+        "told_by_workers": {kind: told[kind] for kind in ("disconnect", "nan")},
+        "updates": after["updates"],
+        "pushes": after["pushes"],
+        "counters_add_up": after["pushes"] == counted,
+        "invalid": after["invalid"],
+        "workers_joined": after["num_workers"],
+        "undisturbed_per_second": round(rates[0], 3),
+        "disturbed_per_second": round(rates[1], 3),
+        "goodput": round(rates[1] / rates[0], 4),
+        "lost_updates": lost,
+        "redone_updates": redone,
+        "replay": "same" if outcome.same else "DIFFERENT",
+        "replay_message": outcome.message,
+    }
+
+
+def show(report: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report))
+        return
+    faults = ", ".join(f"{number} {kind}" for kind, number in report["faults"].items())
+    told = ", ".join(f"{number} {kind}" for kind, number in report["told_by_workers"].items())
+    lines = {
+        "time": f"{report['seconds']:g} s under faults, seed {report['given']['seed']:g}, {report['date']}",
+        "faults": f"{report['worker_faults']} of workers and {report['faults']['restart']} of the server: {faults}",
+        "told by victims": f"{told}; {report['invalid']} invalid gradients refused",
+        "goodput": f"{report['goodput']:.1%}: {report['disturbed_per_second']:g} accepted per second, "
+        f"undisturbed {report['undisturbed_per_second']:g}",
+        "lost": f"{report['lost_updates']} updates beyond the newest checkpoint "
+        f"({report['redone_updates']} after it were made anew)",
+        "counters": f"{report['pushes']:,} pushes, {'every one' if report['counters_add_up'] else 'NOT every one'} "
+        "with one verdict",
+        "replay": f"{report['replay']}: {report['updates']:,} updates, {report['replay_message']}",
+    }
+    print("ringmaster chaos")
+    for name, text in lines.items():
+        print(f"  {name:<16} {text}")
+
+
+def _summary(directory: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return summary
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

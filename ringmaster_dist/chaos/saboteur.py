@@ -1,0 +1,77 @@
+"""Inside a worker that is to suffer: SIGUSR1 makes its next gradient NaN, SIGUSR2 breaks all its connections.
+
+What was done is told in ``faults.jsonl`` of the run directory, so that a fault that did not strike is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ringmaster_dist.worker.job import make_job
+from ringmaster_dist.worker.loop import Job
+
+NAN, DISCONNECT = signal.SIGUSR1, signal.SIGUSR2
+
+
+class _Poisoned:
+    """A problem whose next gradient may be spoilt."""
+
+    def __init__(self, problem: Any, spoil: Callable[[], bool]) -> None:
+        self._problem, self._spoil = problem, spoil
+
+    def gradient(self, *arguments: Any) -> tuple[torch.Tensor, float]:
+        gradient, loss = self._problem.gradient(*arguments)
+        return (torch.full_like(gradient, float("nan")) if self._spoil() else gradient), loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._problem, name)
+
+
+class Saboteur:
+    def __init__(self, told: Path) -> None:
+        self._told, self._nans = told, 0
+        signal.signal(NAN, self._on_nan)
+        signal.signal(DISCONNECT, self._on_disconnect)
+
+    def make_job(self, config_text: str, slot: int) -> Job:
+        job = make_job(config_text, slot)
+        return replace(job, problem=_Poisoned(job.problem, self._spoil))
+
+    def _spoil(self) -> bool:
+        if not self._nans:
+            return False
+        self._nans -= 1
+        self._tell("nan")
+        return True
+
+    def _on_nan(self, number: int, frame: FrameType | None) -> None:
+        self._nans += 1
+
+    def _on_disconnect(self, number: int, frame: FrameType | None) -> None:
+        broken = 0
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.shutdown(socket.SHUT_RDWR)
+                        broken += 1
+            except OSError:  # it listens, or has just been closed
+                continue
+        self._tell("disconnect", connections=broken)
+
+    def _tell(self, kind: str, **more: int) -> None:
+        with self._told.open("a") as file:
+            file.write(json.dumps({"kind": kind, "pid": os.getpid(), **more}) + "\n")

@@ -1,0 +1,32 @@
+"""The run's token where it is given from outside: by a file or the environment, never by a command line others see."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ringmaster_dist.config.errors import UserError
+
+_LEAST_CHARACTERS = 16
+
+
+def given_token(token_file: str = "") -> str:
+    """From ``token_file``, RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN, in this order; empty if none is set."""
+    path = token_file or os.environ.get("RINGMASTER_TOKEN_FILE", "")
+    if not path:
+        return os.environ.get("RINGMASTER_TOKEN", "").strip()
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise UserError(f"the token file {path} cannot be read: {error.strerror}") from error
+
+
+def servers_token() -> str:
+    """The same, for a server that is about to trust it; empty: make one."""
+    token = given_token()
+    if token and (len(token) < _LEAST_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token):
+        raise UserError(
+            f"the token given by RINGMASTER_TOKEN or RINGMASTER_TOKEN_FILE must have at least {_LEAST_CHARACTERS} "
+            "letters and digits; openssl rand -hex 16 makes one"
+        )
+    return token

@@ -1,0 +1,165 @@
+"""Who comes from elsewhere, at the wrong time, to the wrong place or with the wrong things: told in a line, no hang."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import LONG, QUICK, Run, check_finished, until
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "0123456789abcdef"
+
+
+def start(code_or_module, *arguments, cwd=None, **environment):
+    """A Python program in the background, its stderr piped."""
+    program = ["-c", code_or_module] if " " in code_or_module else ["-m", code_or_module]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    command = [sys.executable, *program, *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd
+    )
+
+
+def told(process, code, *words):
+    """It ends with this code, and its last line has these words; there is no traceback."""
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == code, output + errors
+    assert "Traceback" not in errors
+    for word in words:
+        assert word in errors.strip().splitlines()[-1]
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "words"),
+    [
+        ([], {}, ["server.host=127.0.0.1 is loopback", "4 of cluster.workers=4 are to come from elsewhere"]),
+        (["server.host=localhost", "cluster.workers=9"], {}, ["9 of cluster.workers=9"]),
+        (["server.host=192.0.2.77"], {}, ["server.host=192.0.2.77 is not an address of this machine"]),
+        (["server.host=0.0.0.0"], {}, ["server.host=0.0.0.0 is every address at once"]),
+        (["server.host=name.invalid"], {}, ["server.host=name.invalid", "cannot be listened on"]),
+        (["cluster.local_workers=5"], {}, ["cluster.local_workers=5: between 0 and cluster.workers=4"]),
+        (["server.start_seconds=60"], {}, ["server.start_seconds=60: must be below server.call_seconds=60"]),
+        (["server.host=10.0.0.1"], {"RINGMASTER_TOKEN": "short"}, ["RINGMASTER_TOKEN", "at least 16"]),
+        (["server.host=10.0.0.1"], {"RINGMASTER_TOKEN_FILE": "/no"}, ["token file /no cannot be read"]),
+        (["resume=auto"], {}, ["resume=auto needs run.dir"]),
+    ],
+)
+def test_a_server_nobody_could_reach_is_not_started(overrides, environment, words, tmp_path):
+    where = [] if "resume=auto" in overrides else [f"run.dir={tmp_path}/run"]
+    given = ["cluster.local_workers=0", *overrides] if "cluster.local_workers=5" not in overrides else overrides
+    errors = told(start("ringmaster_dist", "train", *where, *given, **environment), 2, *words)
+    assert len(errors.strip().splitlines()) == 1
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def test_a_worker_waits_for_a_server_that_is_not_there_yet(tmp_path, monkeypatch):
+    monkeypatch.setenv("RINGMASTER_TOKEN", TOKEN)
+    port = free_port()
+    early = start("ringmaster_dist.worker", f"server=127.0.0.1:{port}")
+    said = early.stderr.readline()
+    assert f"no server at 127.0.0.1:{port} (Connection refused)" in said
+    assert "trying for another" in said
+    with Run(tmp_path / "run", "cluster.workers=1", *LONG, f"server.port={port}") as run:
+        until(lambda: len(run.joined()) == 2, "both have joined")
+        assert (tmp_path / "run/token").read_text() == TOKEN
+        run.children()
+        run.process.send_signal(signal.SIGINT)
+        check_finished(run)
+    told(early, 0)
+
+
+def test_a_server_that_is_named_by_a_file(tmp_path):
+    """Read at every attempt: first there is none, then a wrong one, then the server's own."""
+    named = tmp_path / "address"
+    early = start("ringmaster_dist.worker", f"server=@{named}", RINGMASTER_TOKEN=TOKEN)
+    assert f"no server has written {named}" in early.stderr.readline()
+    named.write_text(f"127.0.0.1:{free_port()}")
+    assert "(Connection refused)" in early.stderr.readline()
+    environment = {"RINGMASTER_TOKEN": TOKEN}
+    line = [f"run.dir={tmp_path}/run", *QUICK, "cluster.workers=1", "budget.updates=null", "budget.seconds=4"]
+    server = start("ringmaster_dist", "train", *line, **environment)
+    until(lambda: (tmp_path / "run/address").exists(), "the server is there")
+    named.write_text((tmp_path / "run/address").read_text())
+    told(server, 0)
+    told(early, 0)
+    assert '"worker": 1' in (tmp_path / "run/members.jsonl").read_text()
+
+
+def test_a_port_where_something_else_listens_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        quick = ["connect_seconds=1", "call_seconds=1", "patience_seconds=1"]
+        mistaken = start("ringmaster_dist.worker", f"server={address}", *quick, RINGMASTER_TOKEN=TOKEN)
+        told(mistaken, 1, f"something listens at {address}, but did not answer as a server")
+
+
+OTHER_VERSION = """
+import sys, ringmaster_dist
+ringmaster_dist.__version__ = "9.9.9"
+from ringmaster_dist.worker.__main__ import main
+code = main(sys.argv[1:])
+sys.stderr.flush()
+import os; os._exit(code)
+"""
+
+
+OWN_PROBLEM = """
+from ringmaster_dist.problems.quadratic import Quadratic
+def factory(seed, device):
+    problem = Quadratic(20, 0.01)
+    problem.data_fingerprint = "{data}"
+    return problem
+"""
+
+
+def test_other_packages_and_other_data_are_refused_with_the_reason(tmp_path, monkeypatch):
+    for place in ("server", "other", "none"):
+        (tmp_path / place).mkdir()
+        if place != "none":
+            (tmp_path / place / "theirs.py").write_text(OWN_PROBLEM.format(data=place))
+    problem = ["problem=python", "problem.target=theirs:factory", "cluster.workers=1", f"run.dir={tmp_path}/run"]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path / "server")
+    with Run(tmp_path / "run", *problem, *LONG, "resume=null") as run:
+        until(lambda: run.version() > 2, "the run goes on")
+        given = [f"server={(tmp_path / 'run/address').read_text()}", f"token_file={tmp_path}/run/token"]
+        other = start(OTHER_VERSION, *given, cwd=tmp_path / "server")
+        told(other, 2, "this machine has version 9.9.9 of ringmaster-dist, the server 0.1.0: install the same")
+        elsewhere = start("ringmaster_dist.worker", *given, cwd=tmp_path / "other")
+        told(elsewhere, 2, "this machine has other data than the server")
+        nowhere = start("ringmaster_dist.worker", *given, cwd=tmp_path / "none")
+        told(nowhere, 2, "cannot be joined from here", "theirs:factory cannot be imported here")
+        until(lambda: sum(m["event"] == "leave" for m in run.members()) == 3, "they have left again")
+        run.process.send_signal(signal.SIGINT)
+        run.wait()
+
+
+def test_the_same_line_begins_goes_on_and_leaves_alone(tmp_path):
+    """resume=auto, for whatever starts a server again and again."""
+    line = [f"run.dir={tmp_path}/run", *QUICK, "resume=auto"]
+    again = [sys.executable, "-m", "ringmaster_dist", "train", *line]
+    with Run(tmp_path / "run", *line, "budget.updates=10000") as run:
+        until(lambda: run.version() > 5, "the run goes on")
+        run.process.send_signal(signal.SIGINT)
+        check_finished(run)
+    first = subprocess.run([*again, "budget.updates=400"], capture_output=True, text=True, timeout=100)
+    assert "400 updates" in first.stdout, first.stderr
+    raised = subprocess.run([*again, "budget.updates=420"], capture_output=True, text=True, timeout=100)
+    assert "420 updates" in raised.stdout, raised.stderr
+    over = subprocess.run([*again, "budget.updates=420"], capture_output=True, text=True, timeout=100)
+    assert (over.returncode, "is over: 420 updates" in over.stdout) == (0, True)
+    other = subprocess.run([*again, "method.eta=7"], capture_output=True, text=True, timeout=100)
+    assert other.returncode == 2
+    assert "method.eta=7: the run in" in other.stderr
+    assert "was begun with 0.2" in other.stderr
