@@ -23,8 +23,9 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.observe.live import Tail
 
 _WORKERS = 8
-_COMMON = ["problem=nanochat", "model=nanochat_tiny", "data=stdlib", "problem.validation_rows=16", "eval.every=1", "run.report=false",
-           f"cluster.workers={_WORKERS}", "cluster.profile=linear", "cluster.unit_seconds=0.1"]  # fmt: skip
+_COMMON = ["problem=nanochat", "model=nanochat_tiny", "data=stdlib", "problem.validation_rows=16", "eval.every=1",
+           f"cluster.workers={_WORKERS}", "cluster.profile=linear", "cluster.unit_seconds=0.1",
+           "run.report=false"]  # fmt: skip
 _METHODS: dict[str, tuple[list[str], list[float]]] = {
     "ringmaster": (["method=ringmaster", "method.threshold=16"], [0.2, 1.0]),
     "ringmaster_agnostic": (["method=ringmaster_agnostic"], [5.0, 25.0]),
