@@ -68,7 +68,7 @@ def run(quick: bool, as_json: bool) -> None:
 
 
 def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
-    """By the seconds of its own, single thread: what else the machine does counts little then."""
+    """By the seconds of one thread, which a server has by default, so that what else the machine does counts little."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     models = [

@@ -283,6 +283,8 @@ class Service:
             worker = self._seen(session)
             if worker is None or self._ending:
                 answers.add(future, Reply(None, None, self._ending, unknown=worker is None))
+            elif self._came_late(worker, push):
+                answers.add(future, Reply(None, self._outgoing))
             else:
                 self._judge(worker, push, fault, future, answers)
         answers.send()
@@ -369,6 +371,12 @@ class Service:
             self._journal.membership(worker, "join", self.core.pushes, status.slot)
             log.info("worker-%d v=%d is back", worker, self.core.version)
         return worker
+
+    def _came_late(self, worker: int, push: Push) -> bool:
+        """Whether it has been answered before: a worker goes on to its next sequence only then. This one was under way
+        on a connection that the worker has given up, and nobody waits for its answer."""
+        record = self.core.workers.get(worker)
+        return record is not None and 0 <= push.sequence < record.sequence
 
     def _judge(
         self, worker: int, push: Push, fault: str | None, future: torch.futures.Future[Reply], answers: _Answers

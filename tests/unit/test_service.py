@@ -223,6 +223,19 @@ def test_a_bad_gradient_is_its_worker_s_fault():
     assert stage.service.workers[0].wasted_seconds == pytest.approx(0.1)
 
 
+def test_a_push_that_comes_late_over_an_old_connection_changes_nothing():
+    """It was pushed again over a new one, answered, and followed by the next, before the network let go of it."""
+    stage = Stage()
+    worker = stage.session()
+    for sequence in range(2):
+        assert stage.push(worker, sequence, sequence).wait().receipt.verdict is Verdict.ACCEPTED
+    before = (list(stage.notes.arrivals), stage.service.core.pushes, stage.service.workers[0].wasted_seconds)
+    late = stage.push(worker, 0, 0).wait()
+    assert (late.receipt, late.snapshot.version) == (None, 2)
+    assert (stage.notes.arrivals, stage.service.core.pushes, stage.service.workers[0].wasted_seconds) == before
+    assert stage.push(worker, 2, 2).wait().receipt.verdict is Verdict.ACCEPTED
+
+
 def test_who_is_rejected_does_not_wait_for_the_update():
     """While an update is decided and not computed, verdicts are given, and a stale push is answered."""
     stage = Stage(Method(Constant(0.1, 0.5, 2)))
