@@ -35,7 +35,7 @@ def main(eta: float, target: float, limit_seconds: float, overrides: list[str]) 
     assert isinstance(problem, NanoChatProblem)
     dist.init_process_group("gloo")
     model = DistributedDataParallel(problem.model)
-    optimizers = _optimizers(problem.model, eta)
+    optimizers = optimizers_of(problem.model, eta)
     base = float(cluster_seconds(config.cluster, rank + 1)[rank])
     key = randomness.worker_key(config.run.seed, randomness.STREAM_JITTER, rank)
     seconds, in_optimizer, step, backward_seconds = 0.0, 0.0, 0, 0.0
@@ -71,7 +71,7 @@ def main(eta: float, target: float, limit_seconds: float, overrides: list[str]) 
     dist.destroy_process_group()
 
 
-def _optimizers(model: torch.nn.Module, eta: float) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: torch.nn.Module, eta: float) -> list[torch.optim.Optimizer]:
     """The muon geometry: Muon for the matrices of the blocks, momentum for the rest, scaled as ours is."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if role(name, p) == "matrix"]

@@ -14,6 +14,7 @@ BENCHES = {
     "scale": "how large a cluster one server carries, from measured updates, simulated workers and assumed links",
     "server": "updates per second with many workers pushing, beside one over the time of an update",
     "time-to-loss": "seconds to a validation loss on paced workers, beside DistributedDataParallel and every method",
+    "memory": "the most a server and a worker take, beside what they cannot do without",
     "efficiency": "gradients delivered by paced workers, beside the sum of their rates; interruption",
     "overhead": "what measuring a run costs the server, beside not measuring it",
 }
