@@ -7,6 +7,7 @@ out is one copy, into another flat buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,11 +73,21 @@ class ModuleProblem:
             for view, tensor in zip(layout.views(self._flat).values(), self._tensors, strict=True):
                 view.copy_(tensor)
         self._point_at(self._flat)
-        self._gradient = torch.zeros(layout.size, device=self.device)
-        self._gradient_views = list(layout.views(self._gradient).values())
-        # What is handed over is in host memory; a copy from a GPU is quicker into pinned pages.
+
+    @cached_property
+    def _gradient(self) -> torch.Tensor:
+        """Made when the first gradient is: a server only evaluates."""
+        return torch.zeros(self._layout.size, device=self.device)
+
+    @cached_property
+    def _gradient_views(self) -> list[torch.Tensor]:
+        return list(self._layout.views(self._gradient).values())
+
+    @cached_property
+    def _handed(self) -> torch.Tensor:
+        """What is handed over is in host memory; a copy from a GPU is quicker into pinned pages."""
         pinned = self.device.type == "cuda"
-        self._handed = torch.empty(layout.size, pin_memory=True) if pinned else self._gradient
+        return torch.empty(self._layout.size, pin_memory=True) if pinned else self._gradient
 
     def _point_at(self, flat: torch.Tensor) -> None:
         for view, tensor in zip(self._layout.views(flat).values(), self._tensors, strict=True):
