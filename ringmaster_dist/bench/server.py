@@ -43,7 +43,7 @@ def measure(seconds: float, counts: tuple[int, ...]) -> list[dict[str, Any]]:
             for count in counts:
                 while len(workers) < count:
                     workers.append(stack.enter_context(Peer(__name__, "push", problem, server.address)))
-                rate = _updates(workers, seconds) / seconds
+                rate = _updates_per_second(workers, seconds)
                 _go(workers, seconds)
                 busy = _stale_milliseconds(late)
                 _done(workers)
@@ -55,9 +55,10 @@ def measure(seconds: float, counts: tuple[int, ...]) -> list[dict[str, Any]]:
     return rows
 
 
-def _updates(workers: list[Peer], seconds: float) -> int:
+def _updates_per_second(workers: list[Peer], seconds: float) -> float:
     _go(workers, seconds)
-    return _done(workers)
+    done = _done(workers)
+    return sum(accepted for accepted, _ in done) / max(took for _, took in done)
 
 
 def _go(workers: list[Peer], seconds: float) -> None:
@@ -65,8 +66,10 @@ def _go(workers: list[Peer], seconds: float) -> None:
         worker.ask(str(seconds))
 
 
-def _done(workers: list[Peer]) -> int:
-    return sum(int(worker.answer()) for worker in workers)
+def _done(workers: list[Peer]) -> list[tuple[int, float]]:
+    """What was accepted of each, and how long it took until its last push was answered."""
+    answers = [worker.answer().split() for worker in workers]
+    return [(int(accepted), float(took)) for accepted, took in answers]
 
 
 def _stale_milliseconds(late: Peer) -> float:
@@ -123,10 +126,10 @@ def _push(problem: str, address: str) -> None:
     pusher = _Pusher(problem, address)
     print("ready", flush=True)
     for line in sys.stdin:
-        until, accepted = time.monotonic() + float(line), 0
-        while time.monotonic() < until:
+        began, accepted = time.monotonic(), 0
+        while time.monotonic() < began + float(line):
             accepted += pusher.push(pusher.version)
-        print(accepted, flush=True)
+        print(accepted, time.monotonic() - began, flush=True)
 
 
 def _push_stale(problem: str, address: str) -> None:
