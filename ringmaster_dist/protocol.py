@@ -75,6 +75,14 @@ class Push(NamedTuple):
     compute_seconds: float
     term: int = 0  # of the snapshot it was computed at
 
+    def is_well_formed(self) -> bool:
+        """Whether its parts are what they should be; a peer may send anything."""
+        return (
+            all(type(number) is int for number in (self.sequence, self.gradient_version, self.term))
+            and all(type(number) is float for number in (self.loss, self.compute_seconds))
+            and isinstance(self.gradient, torch.Tensor)
+        )
+
 
 class Reply(NamedTuple):
     """The answer to a push or a fetch. Without a receipt and a snapshot the run is over, or the worker unknown."""

@@ -66,11 +66,13 @@ class Injector:
 
     def _strike(self, fault: Fault, victim: int, now: float) -> bool:
         if fault.kind == "restart":
-            checkpoint = newest_checkpoint(self._directory)
-            if checkpoint < 0:  # nothing to come back from yet
+            checkpoint, terms = newest_checkpoint(self._directory), num_terms(self._directory)
+            if checkpoint < 0 or terms <= len(self.restarts):  # nothing to come back from, or not back yet
                 return False
-            self.restarts.append(Restart(last_version(self._directory), checkpoint))
-            return _signal(victim, signal.SIGKILL)
+            restart = Restart(last_version(self._directory), checkpoint)
+            struck = _signal(victim, signal.SIGKILL)
+            self.restarts += [restart] if struck else []
+            return struck
         if fault.kind == "stop":
             self._stopped.append((now + fault.lasting_seconds, victim))
         number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "nan": NAN, "disconnect": DISCONNECT}[fault.kind]
@@ -87,6 +89,12 @@ def last_version(directory: Path) -> int:
         return 0
     whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
     return int(json.loads(whole[-1])["version"]) if whole else 0
+
+
+def num_terms(directory: Path) -> int:
+    """How often a server has begun to serve."""
+    path = directory / "terms.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 def newest_checkpoint(directory: Path) -> int:

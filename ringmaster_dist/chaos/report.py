@@ -19,8 +19,8 @@ def account(directory: Path, undisturbed: Injector, disturbed: Injector, given: 
     before, after = (_summary(directory / name) for name in ("undisturbed", "disturbed"))
     rates = [s["accepted"] / injector.seconds for s, injector in ((before, undisturbed), (after, disturbed))]
     begins = [term["version"] for term in _records(directory / "disturbed" / "terms.jsonl")][1:]
-    lost = sum(max(0, restart.checkpoint - begin) for restart, begin in zip(disturbed.restarts, begins, strict=True))
-    redone = sum(max(0, restart.version - begin) for restart, begin in zip(disturbed.restarts, begins, strict=True))
+    lost = sum(max(0, restart.checkpoint - begin) for restart, begin in zip(disturbed.restarts, begins, strict=False))
+    redone = sum(max(0, restart.version - begin) for restart, begin in zip(disturbed.restarts, begins, strict=False))
     told = Counter(record["kind"] for record in _records(directory / "disturbed" / "faults.jsonl"))
     outcome = replay(directory / "disturbed")
     counted = after["accepted"] + after["stale"] + after["invalid"]

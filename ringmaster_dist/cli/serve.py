@@ -27,7 +27,6 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError, export_weights
 from ringmaster_dist.observe.summary import summarize
-from ringmaster_dist.problems import Problem
 from ringmaster_dist.protocol import Push, Receipt
 from ringmaster_dist.server.checkpoints import Checkpoints
 from ringmaster_dist.server.core import ServerCore
@@ -125,6 +124,14 @@ class CheckpointWriter:
             return
         self.on_written(path)
 
+    def write_last(self, service: Service) -> None:
+        try:
+            state = service.capture()
+        except OSError as error:
+            log.warning("server v=%d: THE LAST CHECKPOINT WAS NOT WRITTEN: %s", self._core.version, error)
+        else:
+            self.write(state)
+
     def wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
@@ -185,20 +192,22 @@ def serve(
             row = metrics.row(service, evaluation, host.num_connected)
             journal.metrics.write(row)
             logger.row(row)
+    if service.failure is not None:
+        raise RuntimeError("the server could not go on; its last words are above") from service.failure
     stopped = should_stop()
-    row = metrics.row(service, problem.evaluate(core.snapshot.iterate), host.num_connected)
+    writer.wait()
+    writer.write_last(service)  # first of all: what comes now may take long, and whoever waits may lose patience
+    evaluation = problem.evaluate(core.snapshot.iterate)
+    row = metrics.row(service, evaluation, host.num_connected)
     journal.metrics.write(row)
     logger.row(row)
-    writer.wait()
-    writer.write(service.capture())
     service.wait_until_all_left(config.server.farewell_seconds)
     service.close()
     journal.close()
     views = core.update.layout.views(core.snapshot.iterate)
     export_weights(views, core.version, directory.path / "final.safetensors")
-    summary = _summary(
-        config, problem, service, "stopped by the user" if stopped else "budget", time.monotonic() - began
-    )
+    ended = "stopped by the user" if stopped else "budget"
+    summary = _summary(config, evaluation, service, ended, time.monotonic() - began)
     directory.write_summary(summary)
     host.close()
     tell_the_end(logger, config, problem, core, directory, summary)
@@ -276,7 +285,9 @@ def _listen(service: Service, config: Config, directory: RunDirectory) -> Host:
                 ) from error
 
 
-def _summary(config: Config, problem: Problem, service: Service, ended: str, wall_seconds: float) -> dict[str, Any]:
+def _summary(
+    config: Config, evaluation: Mapping[str, float], service: Service, ended: str, wall_seconds: float
+) -> dict[str, Any]:
     cluster = config.cluster
     paced = cluster.profile != "none"
     workers = {}
@@ -291,7 +302,7 @@ def _summary(config: Config, problem: Problem, service: Service, ended: str, wal
     slowest = max((worker["base_seconds"] for worker in workers.values()), default=0.0)
     return summarize(
         service.core,
-        problem.evaluate(service.core.snapshot.iterate),
+        evaluation,
         seconds=service.seconds,
         wall_seconds=wall_seconds,
         workers=workers,

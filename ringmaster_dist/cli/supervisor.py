@@ -89,11 +89,11 @@ def supervise(
     try:
         with stop_signals() as asked:
             server.tend()
-            address = _wait_for_address(server, directory)
-            if address is None:
+            if not _has_an_address(server, directory):
                 return server.exit_code or 1
+            where = f"@{directory.path.resolve() / 'address'}"  # a server that is started again may be elsewhere
             workers = [
-                Place(f"worker-slot-{slot}", work, address, directory.read("token"), slot, _timeouts(config))
+                Place(f"worker-slot-{slot}", work, where, directory.read("token"), slot, _timeouts(config))
                 for slot in range(local_workers(config))
             ]
             while not (asked() or failure or server.exit_code in (0, _MISTAKE)):
@@ -128,14 +128,14 @@ def _timeouts(config: Config) -> dict[str, float]:
     return {name: getattr(config.server, name) for name in names}
 
 
-def _wait_for_address(server: Place, directory: RunDirectory) -> str | None:
-    """Where the server listens. A resumed run has an address from before, and its server will be there again."""
+def _has_an_address(server: Place, directory: RunDirectory) -> bool:
+    """Waits until the server has said where it listens; False if it ends before. A resumed run has said so before."""
     deadline = time.monotonic() + _START_SECONDS
     while not directory.read("address"):
         if server.exit_code is not None or time.monotonic() > deadline:
-            return None
+            return False
         time.sleep(_TICK_SECONDS)
-    return directory.read("address")
+    return True
 
 
 def _finish(places: list[Place], seconds: float) -> None:

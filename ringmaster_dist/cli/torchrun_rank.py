@@ -8,7 +8,8 @@ from pathlib import Path
 from ringmaster_dist.cli.train import RunIsOver, prepare, show_summary
 from ringmaster_dist.config.errors import UserError
 
-_FIND_SECONDS = 120.0
+_FIND_SECONDS = 24 * 3600.0  # rank 0 may have data to prepare first; torchrun ends the others if it dies
+_OVER = "over"  # instead of an address
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
         from ringmaster_dist.worker.__main__ import work
 
         address, token = rendezvous.find(_FIND_SECONDS)
-        return work(address, token, slot=rank - 1)
+        return 0 if address == _OVER else work(address, token, slot=rank - 1)
 
     from ringmaster_dist.cli.serve import serve
     from ringmaster_dist.cli.signals import stop_signals
@@ -35,6 +36,8 @@ def main(argv: list[str]) -> int:
         config, config_text, directory = prepare([*_resumed_if_restarted(argv), *numbers])
     except RunIsOver as over:
         print(over)
+        if workers:
+            rendezvous.publish(_OVER, "-")
         return 0
     token = directory.read("token")
     stores = []
@@ -53,7 +56,8 @@ def main(argv: list[str]) -> int:
 
 def _resumed_if_restarted(argv: list[str]) -> list[str]:
     """torchrun starts all ranks again when one has died (``--max-restarts``): that run goes on in its directory."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or "resume=auto" in argv:
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if first or any(word.startswith("resume=") for word in argv):
         return argv
     given = next((word.partition("=")[2] for word in argv if word.startswith("run.dir=")), "")
     if not given:

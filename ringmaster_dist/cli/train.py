@@ -142,10 +142,16 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
     config = to_typed(composed, real_time=True)
     _refuse_loopback_for_others(config)
     token = servers_token()
+    if not config.run.trace:
+        raise UserError("run.trace=false is for simulations: a real run without its trace could not be replayed")
     if config.cluster.phases:
         raise UserError("cluster.phases changes speeds in simulations only: real workers keep their pace")
     if resumed:
         directory = RunDirectory.opened(Path(resumed))
+        try:
+            directory.refuse_if_in_use()
+        except RunDirectoryError as error:
+            raise UserError(str(error)) from error
         _refuse_if_used_up(config, directory, asked="resume=auto" not in overrides)
         if token:
             directory.write_secret("token", token)

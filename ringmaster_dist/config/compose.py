@@ -24,6 +24,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.validate import validate
 
 _MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")
+_MAY_NOT = ("cluster.batch", "cluster.threads", "server.compute_threads")  # the bits depend on these
 _OF_THE_CALL = (("run", "dir"), ("run", "overwrite"))  # no part of what is computed
 
 
@@ -84,17 +85,22 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
             if key == "watch":
                 composed.watch = override.value()
                 continue
-            if key.partition(".")[0] not in _MAY_CHANGE or "." not in key:
+            if key.partition(".")[0] not in _MAY_CHANGE or "." not in key or key in _MAY_NOT:
                 allowed = ", ".join(f"{section}.*" for section in _MAY_CHANGE)
                 raise UserError(f"{key}: a run goes on as it began; with resume only {allowed} may be given anew")
             OmegaConf.update(composed, key, override.value(), force_add=True)
     except HydraException as error:
         raise UserError(_first_line(error)) from error
-    if composed.method.get("schedule") == "theory" or composed.method.get("decay_updates"):
-        before = OmegaConf.load(path)
-        if composed.budget.updates != before.budget.updates:
-            raise UserError("budget.updates is part of this run's step sizes and cannot change")
+    before = OmegaConf.load(path)
+    assert isinstance(before, DictConfig)
+    _check_schedule(before, composed)
     return composed
+
+
+def _check_schedule(before: DictConfig, composed: DictConfig) -> None:
+    by_the_budget = composed.method.get("schedule") == "theory" or composed.method.get("decay_updates")
+    if by_the_budget and composed.budget.updates != before.budget.updates:
+        raise UserError("budget.updates is part of this run's step sizes and cannot change")
 
 
 def same_run(directory: Path, composed: DictConfig) -> None:
@@ -103,14 +109,17 @@ def same_run(directory: Path, composed: DictConfig) -> None:
     assert isinstance(before, DictConfig)
     for section in set(composed) | set(before):
         old, new = (OmegaConf.to_container(c.get(section)) if c.get(section) else {} for c in (before, composed))
-        if section in _MAY_CHANGE or not isinstance(old, dict) or not isinstance(new, dict):
+        if not isinstance(old, dict) or not isinstance(new, dict):
             continue
         for key in set(old) | set(new):
+            if section in _MAY_CHANGE and f"{section}.{key}" not in _MAY_NOT:
+                continue
             if (section, key) not in _OF_THE_CALL and old.get(key) != new.get(key):
                 raise UserError(
                     f"{section}.{key}={new.get(key)}: the run in {directory} was begun with {old.get(key)}; "
                     "a run goes on as it began: choose another run.dir, or leave it as it was"
                 )
+    _check_schedule(before, composed)
 
 
 def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:

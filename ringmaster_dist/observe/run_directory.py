@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -48,6 +49,8 @@ class RunDirectory:
                 f"run.dir={self.path} already holds a run ({present[0]}): choose another run.dir, "
                 "or replace it with run.overwrite=true"
             )
+        if present:
+            self.refuse_if_in_use()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for item in present:
@@ -92,6 +95,12 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RunDirectoryError(f"another server is at work in {self.path}: let it end first") from error
+
+    def refuse_if_in_use(self) -> None:
+        """For who is about to change what is there: raises while a server is at work in it."""
+        if (self.path / ".lock").exists():
+            self.lock()
+            self._lock.close()
 
     def read(self, name: str) -> str:
         """The text of a small file; empty if there is none."""
@@ -146,14 +155,20 @@ class Lines:
         self.size = size  # in the file
         self._waiting = bytearray()
         self._complained = False
+        self._lock = threading.Lock()  # rows are written by one thread, marks are taken by another
 
     def append(self, text: str) -> None:
-        self._waiting += text.encode()
-        if len(self._waiting) >= _BYTES_PER_WRITE:
-            self.flush()
+        with self._lock:
+            self._waiting += text.encode()
+            if len(self._waiting) >= _BYTES_PER_WRITE:
+                self._flush()
 
     def flush(self) -> bool:
         """Whether everything is in the file now."""
+        with self._lock:
+            return self._flush()
+
+    def _flush(self) -> bool:
         try:
             while self._waiting:
                 written = self._file.write(self._waiting) or 0

@@ -64,9 +64,10 @@ class WandbLogger(Logger):
 
     def close(self, summary: Mapping[str, Any]) -> None:
         deadline = time.monotonic() + self._settings.finish_seconds
-        self._put(lambda run: _log_end(run, summary, self._last_row))
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=self._settings.finish_seconds)
+        if self._thread.is_alive():
+            self._put(lambda run: _log_end(run, summary, self._last_row))
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=self._settings.finish_seconds)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             log.warning("wandb has not taken everything within %g s: left behind", self._settings.finish_seconds)

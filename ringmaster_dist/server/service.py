@@ -41,6 +41,7 @@ from ringmaster_dist.wire import Ends, Wire
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05
+_MOST_SLOTS = 1_000_000
 
 
 class Journal(Protocol):
@@ -139,6 +140,7 @@ class Service:
         self.meter = Meter()
         self.workers: dict[int, WorkerStatus] = {}
         self.ended = threading.Event()  # nothing changes any more
+        self.failure: BaseException | None = None  # what has ended one of its threads, if anything: so it ended too
         self._settings, self._journal, self._clock = settings, journal, clock
         self._checkpoint_due, self._save = checkpoint_due, save
         self._wire = Ends(settings.wire, core.update.layout.size, core.update.dtype)
@@ -158,8 +160,8 @@ class Service:
         self._all_left = threading.Event()
         self._closing = threading.Event()
         self._threads = [
-            threading.Thread(target=self._watch, name="leases", daemon=True),
-            threading.Thread(target=self._compute, name="updates", daemon=True),
+            threading.Thread(target=self._until_it_fails, args=(self._watch,), name="leases", daemon=True),
+            threading.Thread(target=self._until_it_fails, args=(self._compute,), name="updates", daemon=True),
         ]
         if state is not None:
             self._restore(state)
@@ -172,6 +174,9 @@ class Service:
         return self._earlier_seconds + (self._ended_at if self._ended_at is not None else self._clock()) - self._began
 
     def start(self) -> None:
+        with self._lock:
+            if self.core.version >= self._settings.max_updates:  # it was over when the server was lost
+                self._end()
         for thread in self._threads:
             thread.start()
 
@@ -257,7 +262,7 @@ class Service:
     def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply:
         """The newest snapshot for a worker that has stopped what it did. ``interruptions`` is its total so far."""
         with self._lock:
-            worker = self._seen(session)
+            worker = self._seen(session) if isinstance(interruptions, Interruptions) else None
             if worker is None:
                 return Reply(None, None, self._ending, unknown=True)
             self.workers[worker].interruptions = interruptions
@@ -275,6 +280,10 @@ class Service:
         future: torch.futures.Future[Reply] = torch.futures.Future()
         answers = _Answers()
         fault = None
+        if not push.is_well_formed():
+            answers.add(future, Reply(None, None, evicted="what it pushed is not a push"))
+            answers.send()
+            return future
         if push.gradient_version >= self.core.stale_before:  # else it will be rejected anyway
             fault = self.core.gradient_fault(push.gradient)  # a pass over the gradient, outside the lock
         asked = time.perf_counter()
@@ -294,7 +303,7 @@ class Service:
         future: torch.futures.Future[Staleness] = torch.futures.Future()
         answers = _Answers()
         with self._lock:
-            worker = self._seen(session)
+            worker = self._seen(session) if type(term) is type(version) is int else None
             if self._ending:
                 answers.add(future, Staleness.ENDED)
             elif worker is None:
@@ -327,6 +336,8 @@ class Service:
             return _refused("the token is not that of this run")
         if self._ending:
             return Welcome("", "the run is over", True, -1, "", "", None)
+        if not -1 <= request.slot < _MOST_SLOTS:
+            return _refused(f"slot {request.slot} is not a place of a delay profile: 0 to {_MOST_SLOTS - 1}")
         worker = self.core.join()
         slot = request.slot if request.slot >= 0 else worker
         self._journal.membership(worker, "join", self.core.pushes, slot)
@@ -362,6 +373,10 @@ class Service:
         worker = holder.worker
         status = self.workers.get(worker)
         if status is None:  # it joined an earlier term, after the checkpoint this one began from
+            if self._ending:
+                return None
+            self.core.join(worker)
+            self._journal.membership(worker, "join", self.core.pushes, holder.slot)
             status = self.workers[worker] = WorkerStatus(session, holder.slot, self._clock())
         elif status.session != session:
             return None
@@ -480,6 +495,14 @@ class Service:
         self._check_all_left()
 
     # --- the threads -----------------------------------------------------------------------------------------
+
+    def _until_it_fails(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            log.exception("server v=%d: a thread has failed", self.core.version)
+            self.failure = error
+            self.ended.set()
 
     def _compute(self) -> None:
         while not self.ended.is_set():

@@ -46,7 +46,9 @@ def replay(directory: Path) -> Outcome:
     torch.set_num_threads(config.cluster.threads)  # as the workers; the bits depend on it
     for index, record in enumerate(arrivals):
         while next_member < len(members) and members[next_member]["pushes"] <= index:
+            torch.set_num_threads(config.server.compute_threads)  # a departure may complete a round
             _member(core, members[next_member])
+            torch.set_num_threads(config.cluster.threads)
             slots[members[next_member]["worker"]] = members[next_member]["slot"]
             iterates.setdefault(core.version, core.snapshot.iterate)
             next_member += 1
@@ -84,6 +86,7 @@ def replay(directory: Path) -> Outcome:
         iterates.setdefault(core.version, core.snapshot.iterate)
         for old in [v for v in (version, before) if last_use.get(v, -1) <= index and v != core.version]:
             iterates.pop(old, None)
+    torch.set_num_threads(config.server.compute_threads)
     for member in members[next_member:]:
         _member(core, member)
     final = load_file(directory / "final.safetensors")

@@ -5,10 +5,12 @@ The token is a long random number: its digest tells whether somebody has the sam
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import platform
 import socket
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -46,11 +48,32 @@ def tell_time(store: dist.Store) -> None:
 
 
 class Reader:
-    """Reads a server's store. Raises OSError if nobody listens there, RuntimeError if it is not a store."""
+    """Reads a server's store.
+
+    Raises OSError if nobody listens there, or nobody answers in time, and RuntimeError if it is not a store.
+    """
 
     def __init__(self, host: str, port: int, seconds: float) -> None:
         socket.create_connection((host, port), timeout=seconds).close()
-        self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+        made: list[dist.Store | Exception] = []
+
+        def connect() -> None:
+            try:
+                store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+                store.check([_ABOUT])
+                made.append(store)
+            except (OSError, RuntimeError) as error:
+                made.append(error)
+
+        # In a thread: c10d reads the first answer without a timeout.
+        thread = threading.Thread(target=connect, name="reader", daemon=True)
+        thread.start()
+        thread.join(seconds + 2.0)  # what does not hang has its own timeout
+        if not made:
+            raise OSError(errno.ETIMEDOUT, "it accepts connections but says nothing")
+        if isinstance(made[0], Exception):
+            raise made[0]
+        self._store = made[0]
 
     def about(self) -> dict[str, Any] | None:
         """None: it is not a server of this system, or one that does not tell."""

@@ -33,7 +33,10 @@ def is_loopback(host: str) -> bool:
 
 def resolve(host: str) -> str:
     """The IPv4 address of a name. Raises OSError."""
-    return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except UnicodeError as error:  # such as of a..b
+        raise OSError(f"{host!r} is not a name") from error
 
 
 def local_addresses() -> dict[str, str]:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _LOOP_THREAD = "TP_UV_loop"  # how TensorPipe names it
 _LOOK_SECONDS = 0.1
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 5.0  # before a replacement, for each one before it
 _MOST_BROKEN = 64  # each leaves a thread and what it was sending behind; more than that ends the process
 
 _broken = threading.Event()
@@ -87,15 +88,21 @@ class Guard:
     def _watch(self) -> None:
         while not self._closing.wait(_LOOK_SECONDS):
             broken = _broken.is_set()
-            if not broken and _identity(self._listener) == self._identity:
+            if not broken and self._identity and _identity(self._listener) == self._identity:
                 continue
+            if self._closing.wait(min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * self.num_replaced)):
+                return  # who does this again and again gets it more and more slowly
             log.warning("a stranger has %s the RPC port %d: another is opened", "broken" if broken else "closed",
                         self._port)  # fmt: skip
             if broken:
                 _broken.clear()
                 for _, one in _sockets(self._port):
                     _shut(one)
-            self._begin()
+            try:
+                self._begin()
+            except (OSError, RuntimeError) as error:  # such as too many open files
+                self._identity = 0  # at the next look
+                log.warning("the RPC port could not be opened again: %s", error)
 
 
 def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:

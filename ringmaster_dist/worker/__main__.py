@@ -86,6 +86,9 @@ def work(
     except (Lost, Failed) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # the server counts it out when its lease ends
+        print("ringmaster worker: stopped", file=sys.stderr)
+        return 130
     return 0
 
 

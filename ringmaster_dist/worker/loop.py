@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_NEVER_STALE = 2**62
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 _SAY_SECONDS = 3.0  # a server that is away for longer is spoken of, then each time the wait has doubled
 
@@ -204,17 +205,18 @@ class Worker:
                 self._sign_of_life = time.monotonic()
             if answer is Staleness.ENDED or (answer is Staleness.STALE and job.interrupt):
                 stop.set()
-            elif answer is Staleness.AGAIN and self._working is stop:
-                ask()
+            if self._working is stop and answer in (Staleness.AGAIN, Staleness.STALE):
+                # It may go on for a while: asking about what is never stale keeps the lease meanwhile.
+                ask(snapshot.version if answer is Staleness.AGAIN else _NEVER_STALE)
 
-        def ask() -> None:
+        def ask(version: int) -> None:
             try:
-                connection.await_stale(session, snapshot.term, snapshot.version, answered)
+                connection.await_stale(session, snapshot.term, version, answered)
             except self._unreachable:
                 return  # the push will find out
 
         self._working = stop
-        ask()
+        ask(snapshot.version)
         return stop
 
     def _insist(self, call: Callable[[Connection], _T]) -> _T:

@@ -154,7 +154,7 @@ def test_ends_by_its_seconds(tmp_path):
     with Run(tmp_path / "run", "budget.updates=null", "budget.seconds=2") as run:
         summary = check_finished(run)
     assert summary["ended"] == "budget"
-    assert 2.0 <= summary["seconds"] < 3.0
+    assert 2.0 <= summary["seconds"] < 10.0
 
 
 def worker(*arguments, **environment):

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from ringmaster_dist.doctor.machine import interface_addresses, machine_findings
-from ringmaster_dist.doctor.server import _rpc_address, _versions
+from ringmaster_dist.doctor.server import _rpc_address, _versions, server_findings
 from ringmaster_dist.transport.about import here
 from tests.distributed.processes import LONG, Run, until
 
@@ -82,6 +82,14 @@ def _hang_up(listener):
             listener.accept()[0].close()
         except OSError:
             return
+
+
+def test_towards_somebody_who_says_nothing():
+    """Such as a server whose process was stopped: it accepts connections all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = {f.what: f for f in server_findings("127.0.0.1", silent.getsockname()[1], None)}
+    assert not found["store"].ok
+    assert "says nothing" in found["store"].text
 
 
 def test_versions_and_loopback_are_compared():

@@ -72,7 +72,7 @@ def test_links_that_are_cut_and_mended(network, tmp_path):
     for name in ("steady", "short", "long"):
         network.machine(name)
     overrides = [*SERVER, f"server.host={host}", "cluster.workers=3", f"server.lease_seconds={lease}",
-                 "budget.seconds=42"]  # fmt: skip
+                 "budget.seconds=55"]  # fmt: skip
     run = Run(tmp_path / "run", f"run.dir={tmp_path}/run", *overrides, "resume=null", prefix=network.at("server"))
     with run, Workers(network, f"{host}:{PORT}") as workers:
         for number, name in enumerate(("steady", "short", "long")):  # one after the other, so that their ids are known

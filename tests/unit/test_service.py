@@ -369,3 +369,39 @@ def test_a_narrow_wire_rounds_both_ways():
     assert stage.service.core.snapshot.iterate.dtype is torch.float32
     wrong = stage.service.push(session, Push(1, 1, gradient.half(), 0.5, 0.1)).wait()
     assert "float16" in wrong.receipt.reason
+
+
+def test_a_server_that_was_lost_after_the_end_ends_again():
+    """The last checkpoint is there, the process is not: who starts it again must not wait for workers."""
+    stage = Stage(max_updates=1)
+    stage.push(stage.session(), 0, 0)
+    assert stage.service.ended.is_set()
+    again = Stage(state=stage.service.capture(), max_updates=1).service
+    again.start()
+    assert again.ended.wait(30)
+    assert again.core.version == 1
+    again.close()
+
+
+def test_nonsense_of_one_worker_is_refused_and_does_not_reach_the_others():
+    stage = Stage()
+    mad, sane = stage.session(), stage.session()
+    good = Push(0, 0, torch.ones(6), 0.5, 0.1)
+    for changes in ({"sequence": "0"}, {"gradient_version": 0.0}, {"gradient": [1.0]}, {"loss": None}, {"term": "x"}):
+        assert "not a push" in stage.service.push(mad, good._replace(**changes)).wait().evicted
+    assert stage.service.await_stale(mad, "x", 3).wait() is Staleness.UNKNOWN
+    assert stage.service.fetch(mad, 0, 0, (1, 2)).unknown
+    assert stage.service.join(JoinRequest(PROTOCOL_VERSION, "secret", 10**10)).wait().session == ""
+    assert stage.service.core.pushes == 0
+    assert stage.push(sane, 0, 0).wait().receipt.verdict is Verdict.ACCEPTED
+    assert stage.service.failure is None
+
+
+def test_a_thread_that_fails_is_the_end_and_not_a_silence():
+    stage = Stage()
+    session = stage.session()
+    stage.service.core.update.apply = None  # as if there were no memory left
+    stage.service.start()
+    stage.push(session, 0, 0, compute=False)
+    assert stage.service.ended.wait(30)
+    assert isinstance(stage.service.failure, TypeError)
