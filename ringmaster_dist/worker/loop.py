@@ -199,6 +199,9 @@ class Worker:
         stop = threading.Event()
         connection = self._connection
         assert connection is not None
+        # Not the snapshot itself: the two functions know each other, and what they know lives until such circles are
+        # looked for, which is seldom.
+        term, own_version = snapshot.term, snapshot.version
 
         def answered(answer: Staleness) -> None:
             if answer is not Staleness.UNKNOWN:  # which is also said of a broken connection
@@ -207,16 +210,16 @@ class Worker:
                 stop.set()
             if self._working is stop and answer in (Staleness.AGAIN, Staleness.STALE):
                 # It may go on for a while: asking about what is never stale keeps the lease meanwhile.
-                ask(snapshot.version if answer is Staleness.AGAIN else _NEVER_STALE)
+                ask(own_version if answer is Staleness.AGAIN else _NEVER_STALE)
 
         def ask(version: int) -> None:
             try:
-                connection.await_stale(session, snapshot.term, version, answered)
+                connection.await_stale(session, term, version, answered)
             except self._unreachable:
                 return  # the push will find out
 
         self._working = stop
-        ask(snapshot.version)
+        ask(own_version)
         return stop
 
     def _insist(self, call: Callable[[Connection], _T]) -> _T:

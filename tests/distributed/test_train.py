@@ -245,7 +245,8 @@ def test_a_stopped_run_is_resumed(tmp_path):
 
 @pytest.mark.alone
 def test_the_server_s_memory_stays_as_it_is(tmp_path):
-    """Over ten thousand updates, after the first thousand; and with big iterates it is what they need and no more."""
+    """Over ten thousand updates, after the first thousand; and with big iterates it is what they need and no more, as
+    is a worker's."""
     with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=2000", "budget.updates=11000") as run:
         until(lambda: run.version() > 1000, "the first thousand")
         early, server = resident_bytes(run.server()), run.server()
@@ -258,13 +259,15 @@ def test_the_server_s_memory_stays_as_it_is(tmp_path):
 
     big, size = ["cluster.profile=none", "problem.dim=1000000", "checkpoint.every=null", "run.samples=1"], 8e6
     with Run(tmp_path / "big", *big, "budget.updates=400") as run:
-        server, most = run.server(), 0
+        server, worker, most, workers_most = run.server(), until(run.workers, "a worker")[0], 0, 0
         while run.process.poll() is None:
-            most = max(most, resident_bytes(server))
+            most, workers_most = max(most, resident_bytes(server)), max(workers_most, resident_bytes(worker))
         check_finished(run)
     iterate_momentum_scratch, snapshots, gradients, evaluation = 3, 3 + 1, 3, 3  # of three workers
     needed = (iterate_momentum_scratch + snapshots + gradients + evaluation) * size
     assert most - early < needed + 20e6, f"{(most - early) / 1e6:.0f} MB, needed {needed / 1e6:.0f}"
+    # Of the hundred-odd snapshots a worker has got, and the gradients it has made, it keeps a few.
+    assert workers_most - early < 25 * size, f"a worker took {(workers_most - early) / 1e6:.0f} MB"
 
 
 def resident_bytes(pid):
