@@ -94,6 +94,9 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
         axis.legend(fontsize=6)
         if plan.objective == "gap":
             axis.set_yscale("log")
+        else:  # what rises above the beginning on its way hides the differences at the end
+            values = [value for r in outcome.final if r.job.regime == regime for _, value in r.curve]
+            axis.set_ylim(min(values) - 0.1, 0.1 + max(r.curve[0][1] for r in outcome.final if r.job.regime == regime))
     axes[0][0].set_ylabel("f(x) - f*" if plan.objective == "gap" else "validation loss")
     figure.tight_layout()
     paths = [folder / f"{plan.name}.png", folder / f"{plan.name}.pdf"]
