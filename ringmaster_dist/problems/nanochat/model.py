@@ -121,7 +121,10 @@ class Attention(nn.Module):
             gate = 2.0 * torch.sigmoid(self.ve_gate(x[..., :_GATE_CHANNELS]))  # (batch, time, kv_heads)
             v = v + gate.unsqueeze(-1) * value_embedding.view(batch, time, kv_heads, head_dim)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, time, head_dim)
-        q, k = norm(rotate(q, *rotary)), norm(rotate(k, *rotary))
+        if time == 1:  # one call for both: for a single token calls cost more than arithmetic
+            q, k = norm(rotate(torch.cat((q, k), dim=1), *rotary)).split((heads, kv_heads), dim=1)
+        else:
+            q, k = norm(rotate(q, *rotary)), norm(rotate(k, *rotary))
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         y = attend(q, k, v, mask)
