@@ -21,6 +21,8 @@ def account(directory: Path, undisturbed: Injector, disturbed: Injector, given: 
     begins = [term["version"] for term in _records(directory / "disturbed" / "terms.jsonl")][1:]
     lost = sum(max(0, restart.checkpoint - begin) for restart, begin in zip(disturbed.restarts, begins, strict=False))
     redone = sum(max(0, restart.version - begin) for restart, begin in zip(disturbed.restarts, begins, strict=False))
+    # A server that was not killed by the schedule and began again all the same has died by itself.
+    unplanned = len(begins) - len(disturbed.restarts)
     told = Counter(record["kind"] for record in _records(directory / "disturbed" / "faults.jsonl"))
     outcome = replay(directory / "disturbed")
     counted = after["accepted"] + after["stale"] + after["invalid"]
@@ -41,6 +43,7 @@ def account(directory: Path, undisturbed: Injector, disturbed: Injector, given: 
         "disturbed_per_second": round(rates[1], 3),
         "goodput": round(rates[1] / rates[0], 4),
         "lost_updates": lost,
+        "unplanned_restarts": unplanned,
         "redone_updates": redone,
         "replay": "same" if outcome.same else "DIFFERENT",
         "replay_message": outcome.message,
@@ -59,6 +62,7 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         "told by victims": f"{told}; {report['invalid']} invalid gradients refused",
         "goodput": f"{report['goodput']:.1%}: {report['disturbed_per_second']:g} accepted per second, "
         f"undisturbed {report['undisturbed_per_second']:g}",
+        "unplanned": f"{report['unplanned_restarts']} restarts of the server that the schedule did not ask for",
         "lost": f"{report['lost_updates']} updates beyond the newest checkpoint "
         f"({report['redone_updates']} after it were made anew)",
         "counters": f"{report['pushes']:,} pushes, {'every one' if report['counters_add_up'] else 'NOT every one'} "
