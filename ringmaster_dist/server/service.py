@@ -5,8 +5,8 @@ object's own (`_watch`) expires leases and ends the run by its seconds. Another 
 updates that were decided. All hold ``_lock`` to decide, none to compute: while an update is being computed, pushes are
 judged, and who is rejected is answered. Futures are completed after the lock is released: that sends a message.
 
-A lease is kept by any call. A worker that computes longer than its lease keeps it by its long poll, which is
-answered AGAIN every third of a lease and asked anew.
+A worker that computes longer than its lease keeps it by its long poll, which is answered AGAIN every third of a lease
+and asked anew.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -34,8 +34,9 @@ from ringmaster_dist.protocol import (
     Welcome,
 )
 from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.server.members import Member, Members
 from ringmaster_dist.server.meter import Meter
-from ringmaster_dist.server.sessions import Sessions
+from ringmaster_dist.server.waiting import Answers, Waiting
 from ringmaster_dist.wire import Ends, Wire
 
 log = logging.getLogger(__name__)
@@ -76,51 +77,6 @@ class Settings:
     wire: Wire = Wire()  # noqa: RUF009  (immutable)
 
 
-class _Poll(NamedTuple):
-    """A question about work in progress that is not answered yet."""
-
-    term: int
-    version: int
-    future: torch.futures.Future[Staleness]
-    since: float
-
-
-@dataclass
-class WorkerStatus:
-    """What the service knows of a worker beyond the core's ledger."""
-
-    session: str
-    slot: int
-    last_seen: float
-    interruptions: Interruptions = Interruptions()  # noqa: RUF009  (immutable)
-    used_seconds: float = 0.0
-    wasted_seconds: float = 0.0
-    invalid_in_a_row: int = 0
-    poll: _Poll | None = None
-
-
-@dataclass
-class _Waiting:
-    """A push whose answer has to wait for an update to be computed, or for a round to end."""
-
-    receipt: Receipt
-    future: torch.futures.Future[Reply]
-
-
-@dataclass
-class _Answers:
-    """Futures to complete once the lock is released."""
-
-    pending: list[tuple[torch.futures.Future[Any], Any]] = field(default_factory=list)
-
-    def add(self, future: torch.futures.Future[Any], value: Any) -> None:
-        self.pending.append((future, value))
-
-    def send(self) -> None:
-        for future, value in self.pending:
-            future.set_result(value)
-
-
 class Service:
     """Implements the transport's `Handlers`."""
 
@@ -138,7 +94,6 @@ class Service:
         """``state`` is what `capture` gave in an earlier term; ``save`` gets one when ``checkpoint_due`` says so."""
         self.core = core
         self.meter = Meter()
-        self.workers: dict[int, WorkerStatus] = {}
         self.ended = threading.Event()  # nothing changes any more
         self.failure: BaseException | None = None  # what has ended one of its threads, if anything: so it ended too
         self._settings, self._journal, self._clock = settings, journal, clock
@@ -147,16 +102,14 @@ class Service:
         core.allocate, core.allocate_rounded = self._wire.empty, self._wire.empty_rounded
         self._outgoing = self._wire.pack(core.snapshot)  # what is sent to workers
         self._first_join: float | None = None
-        self._joining: list[tuple[torch.futures.Future[Welcome], Welcome]] = []  # who waits for the run to start
         self._began: float | None = None  # when it started
         self._earlier_seconds = 0.0  # in earlier terms
         self._ending = False  # no more verdicts; what was decided is still computed
         self._ended_at: float | None = None
         self._lock = threading.Lock()
         self._decided = threading.Condition(self._lock)
-        self._sessions = Sessions(settings.token)
-        self._waiting: list[_Waiting] = []
-        self._gone: set[int] = set()  # who has left after the end; that is not part of the history
+        self._members = Members(core, settings.token, journal.membership, clock)
+        self._waiting = Waiting(self.meter)
         self._all_left = threading.Event()
         self._closing = threading.Event()
         self._threads = [
@@ -165,6 +118,11 @@ class Service:
         ]
         if state is not None:
             self._restore(state)
+
+    @property
+    def workers(self) -> dict[int, Member]:
+        """What is known of each worker that ever was here."""
+        return self._members.by_worker
 
     @property
     def seconds(self) -> float:
@@ -209,10 +167,7 @@ class Service:
         service = {
             "seconds": self.seconds,
             "ended": self._ending,
-            "workers": [
-                [worker, s.session, s.slot, *s.interruptions, s.used_seconds, s.wasted_seconds]
-                for worker, s in self.workers.items()
-            ],
+            "workers": self._members.state(),
         }
         return {**self.core.state_dict(), "service": service, "files": self._journal.mark()}
 
@@ -231,16 +186,10 @@ class Service:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         service = state["service"]
-        now = self._clock()
         self._earlier_seconds = service["seconds"]
-        for worker, session, slot, num, seconds, used, wasted in service["workers"]:
-            self.workers[worker] = WorkerStatus(session, slot, now, Interruptions(num, seconds), used, wasted)
-        if service["ended"]:  # its workers were told and have gone
-            for worker in sorted(self.core.live):
-                self._journal.membership(worker, "leave", self.core.pushes, self.workers[worker].slot)
-                self.core.leave(worker)
-        else:  # they will be back
-            self._began = now
+        self._members.restore(service["workers"], ended=service["ended"])
+        if not service["ended"]:
+            self._began = self._clock()
         self._outgoing = self._wire.pack(self.core.snapshot)
 
     # --- the calls -------------------------------------------------------------------------------------------
@@ -248,11 +197,11 @@ class Service:
     def join(self, request: JoinRequest) -> torch.futures.Future[Welcome]:
         """Answered at once in a run that goes on; before, when everybody expected is there (see `_watch`)."""
         future: torch.futures.Future[Welcome] = torch.futures.Future()
-        answers = _Answers()
+        answers = Answers()
         with self._lock:
             welcome = self._admit(request)
             if welcome.session and self._began is None:
-                self._joining.append((future, welcome))
+                self._waiting.add_join(future, welcome)
                 self._start_if_due(answers)
             else:
                 answers.add(future, welcome)
@@ -262,7 +211,7 @@ class Service:
     def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply:
         """The newest snapshot for a worker that has stopped what it did. ``interruptions`` is its total so far."""
         with self._lock:
-            worker = self._seen(session) if isinstance(interruptions, Interruptions) else None
+            worker = self._members.caller(session) if isinstance(interruptions, Interruptions) else None
             if worker is None:
                 return Reply(None, None, self._ending, unknown=True)
             self.workers[worker].interruptions = interruptions
@@ -278,7 +227,7 @@ class Service:
         snapshot there is would be stale.
         """
         future: torch.futures.Future[Reply] = torch.futures.Future()
-        answers = _Answers()
+        answers = Answers()
         fault = None
         if not push.is_well_formed():
             answers.add(future, Reply(None, None, evicted="what it pushed is not a push"))
@@ -289,7 +238,7 @@ class Service:
         asked = time.perf_counter()
         with self._lock:
             self.meter.pushed(time.perf_counter() - asked, push.gradient.nbytes)
-            worker = self._seen(session)
+            worker = self._members.caller(session)
             if worker is None or self._ending:
                 answers.add(future, Reply(None, None, self._ending, unknown=worker is None))
             elif self._came_late(worker, push):
@@ -301,29 +250,26 @@ class Service:
 
     def await_stale(self, session: str, term: int, version: int) -> torch.futures.Future[Staleness]:
         future: torch.futures.Future[Staleness] = torch.futures.Future()
-        answers = _Answers()
+        answers = Answers()
         with self._lock:
-            worker = self._seen(session) if type(term) is type(version) is int else None
+            worker = self._members.caller(session) if type(term) is type(version) is int else None
             if self._ending:
                 answers.add(future, Staleness.ENDED)
             elif worker is None:
                 answers.add(future, Staleness.UNKNOWN)
             else:
-                status = self.workers[worker]
-                if status.poll is not None:  # it asks about newer work: the older question is moot
-                    answers.add(status.poll.future, Staleness.AGAIN)
-                status.poll = _Poll(term, version, future, self._clock())
-                self._answer_poll(status, answers)
+                self._waiting.add_poll(worker, term, version, future, self._clock(), answers)
+                self._waiting.answer_poll(worker, self.core, self._outgoing, answers)
         answers.send()
         return future
 
     def leave(self, session: str) -> None:
-        answers = _Answers()
+        answers = Answers()
         with self._lock:
-            worker = self._seen(session)
+            worker = self._members.caller(session)
             if worker is not None:
                 self._remove(worker, "left", answers)
-                self.workers[worker].session = ""
+                self._members.forget_session(worker)
         answers.send()
 
     # --- under the lock --------------------------------------------------------------------------------------
@@ -338,54 +284,24 @@ class Service:
             return Welcome("", "the run is over", True, -1, "", "", None)
         if not -1 <= request.slot < _MOST_SLOTS:
             return _refused(f"slot {request.slot} is not a place of a delay profile: 0 to {_MOST_SLOTS - 1}")
-        worker = self.core.join()
-        slot = request.slot if request.slot >= 0 else worker
-        self._journal.membership(worker, "join", self.core.pushes, slot)
-        session = self._sessions.issue(worker, slot)
-        self.workers[worker] = WorkerStatus(session, slot, self._clock())
+        worker = self._members.admit(request.slot)
         if self._first_join is None:
             self._first_join = self._clock()
-        log.info("worker-%d v=%d joined", worker, self.core.version)
         self.meter.num_joined += 1
         self.meter.sent(self._outgoing)
-        settings = self._settings
+        session, settings = self.workers[worker].session, self._settings
         return Welcome(session, "", False, worker, settings.config_text, settings.fingerprint, self._outgoing)
 
-    def _start_if_due(self, answers: _Answers) -> None:
+    def _start_if_due(self, answers: Answers) -> None:
         """Starts the run's clock, and everybody at once, when all who are expected have joined or time is up."""
         if self._began is not None or self._first_join is None:
             return
         now, settings = self._clock(), self._settings
-        if len(self._joining) < settings.expected_workers and now - self._first_join < settings.start_seconds:
+        if self._waiting.num_joins < settings.expected_workers and now - self._first_join < settings.start_seconds:
             return
         self._began = now
-        for future, welcome in self._joining:
-            answers.add(future, welcome)
-        self._joining.clear()
-        for status in self.workers.values():
-            status.last_seen = now
-
-    def _seen(self, session: str) -> int | None:
-        """Whose session it is. Renews the lease, also one that has run out: the worker is back."""
-        holder = self._sessions.holder(session)
-        if holder is None:
-            return None
-        worker = holder.worker
-        status = self.workers.get(worker)
-        if status is None:  # it joined an earlier term, after the checkpoint this one began from
-            if self._ending:
-                return None
-            self.core.join(worker)
-            self._journal.membership(worker, "join", self.core.pushes, holder.slot)
-            status = self.workers[worker] = WorkerStatus(session, holder.slot, self._clock())
-        elif status.session != session:
-            return None
-        status.last_seen = self._clock()
-        if worker not in self.core.live and not self._ending:
-            self.core.join(worker)
-            self._journal.membership(worker, "join", self.core.pushes, status.slot)
-            log.info("worker-%d v=%d is back", worker, self.core.version)
-        return worker
+        self._waiting.answer_joins(answers)
+        self._members.renew_all(now)
 
     def _came_late(self, worker: int, push: Push) -> bool:
         """Whether it has been answered before: a worker goes on to its next sequence only then. This one was under way
@@ -394,9 +310,9 @@ class Service:
         return record is not None and 0 <= push.sequence < record.sequence
 
     def _judge(
-        self, worker: int, push: Push, fault: str | None, future: torch.futures.Future[Reply], answers: _Answers
+        self, worker: int, push: Push, fault: str | None, future: torch.futures.Future[Reply], answers: Answers
     ) -> None:
-        core, status = self.core, self.workers[worker]
+        core, member = self.core, self.workers[worker]
         version, pushes = core.version, core.pushes
         receipt = core.judge(
             worker, push.sequence, push.gradient_version, push.gradient, push.term, push.compute_seconds, fault
@@ -407,91 +323,52 @@ class Service:
                 log.info("server v=%d threshold %d: %s", change.version, change.threshold, change.reason)
                 self._journal.change(self.seconds, change)
             if receipt.verdict is Verdict.ACCEPTED:
-                status.used_seconds += push.compute_seconds
+                member.used_seconds += push.compute_seconds
             else:
-                status.wasted_seconds += push.compute_seconds
+                member.wasted_seconds += push.compute_seconds
             if receipt.verdict is Verdict.INVALID:
                 log.warning("worker-%d v=%d sent an invalid gradient: %s", worker, version, receipt.reason)
-                status.invalid_in_a_row += 1
+                member.invalid_in_a_row += 1
             elif receipt.verdict is Verdict.ACCEPTED:  # a stale one was not looked at
-                status.invalid_in_a_row = 0
-        if status.invalid_in_a_row >= self._settings.max_invalid:
-            reason = f"{status.invalid_in_a_row} invalid gradients in a row, the last because {receipt.reason}"
+                member.invalid_in_a_row = 0
+        if member.invalid_in_a_row >= self._settings.max_invalid:
+            reason = f"{member.invalid_in_a_row} invalid gradients in a row, the last because {receipt.reason}"
             answers.add(future, Reply(receipt, None, evicted=reason))
             log.warning("worker-%d v=%d is evicted: %s", worker, version, reason)
             self._remove(worker, "was evicted", answers)
-            status.session = ""
+            self._members.forget_session(worker)
             return
-        self._waiting.append(_Waiting(receipt, future))
+        self._waiting.add_push(future, receipt)
         self._after_change(answers)
 
-    def _answer_poll(self, status: WorkerStatus, answers: _Answers) -> None:
-        """Says that the work is worthless, once there is something better to begin."""
-        poll, core = status.poll, self.core
-        if poll is None:
-            return
-        lost = core.shared_version(poll.term, poll.version) < poll.version
-        if lost or poll.version < core.stale_before <= self._outgoing.version:
-            answers.add(poll.future, Staleness.STALE)
-            status.poll = None
-
-    def _after_change(self, answers: _Answers) -> None:
+    def _after_change(self, answers: Answers) -> None:
         """Answers whoever can be answered now that a version, a snapshot or the membership may be new."""
-        core, outgoing = self.core, self._outgoing
-        if core.version >= self._settings.max_updates:
+        if self.core.version >= self._settings.max_updates:
             self._end()
-        if core.decided:
+        if self.core.decided:
             self._decided.notify()
-        if self._ending:
-            return  # everybody is answered when the last update is computed
-        stale_before, still = core.stale_before, []
-        for waiting in self._waiting:
-            accepted = waiting.receipt.verdict is Verdict.ACCEPTED
-            if outgoing.version >= (waiting.receipt.continue_at if accepted else stale_before):
-                answers.add(waiting.future, Reply(waiting.receipt, outgoing))
-                self.meter.sent(outgoing)
-            else:
-                still.append(waiting)
-        self._waiting = still
-        for status in self.workers.values():
-            self._answer_poll(status, answers)
+        if not self._ending:  # else everybody is answered when the last update is computed
+            self._waiting.answer(self.core, self._outgoing, answers)
 
-    def _remove(self, worker: int, event: str, answers: _Answers) -> None:
-        status = self.workers[worker]
-        if status.poll is not None:
-            answers.add(status.poll.future, Staleness.AGAIN)
-            status.poll = None
-        if self._ending:
-            self._gone.add(worker)
-            self._check_all_left()
-        elif worker in self.core.live:
-            self._journal.membership(worker, "leave", self.core.pushes, status.slot)
-            log.info("worker-%d v=%d %s", worker, self.core.version, event)
-            self.core.count_out(worker)
+    def _remove(self, worker: int, why: str, answers: Answers) -> None:
+        self._waiting.put_off(worker, answers)
+        if self._members.remove(worker, why):
             self._after_change(answers)
+        self._check_all_left()
 
     def _check_all_left(self) -> None:
-        if self._ending and self.core.live <= self._gone:
+        if self._members.all_left:
             self._all_left.set()
 
     def _end(self) -> None:
         if not self._ending:
-            self._ending = True
+            self._ending = self._members.closed = True
             self._decided.notify()
 
-    def _finish(self, answers: _Answers) -> None:
+    def _finish(self, answers: Answers) -> None:
         """After the last update: everybody is told."""
         self._ended_at = self._clock()
-        for joining, welcome in self._joining:
-            answers.add(joining, welcome)  # its first call will tell it
-        self._joining.clear()
-        for waiting in self._waiting:
-            answers.add(waiting.future, Reply(waiting.receipt, None, ended=True))
-        self._waiting = []
-        for status in self.workers.values():
-            if status.poll is not None:
-                answers.add(status.poll.future, Staleness.ENDED)
-                status.poll = None
+        self._waiting.finish(answers)
         self._check_all_left()
 
     # --- the threads -----------------------------------------------------------------------------------------
@@ -520,7 +397,7 @@ class Service:
             before, began = core.snapshot, time.perf_counter()
             core.apply_next()
             self.meter.applied(before, core.snapshot, time.perf_counter() - began)
-            answers, state = _Answers(), None
+            answers, state = Answers(), None
             with self._lock:
                 self._publish()
                 if self._checkpoint_due(core.snapshot.version):
@@ -529,7 +406,7 @@ class Service:
             answers.send()
             if state is not None:
                 self._save(state)
-        answers = _Answers()
+        answers = Answers()
         with self._lock:
             if self._ending and not core.decided and not self.ended.is_set():
                 self._finish(answers)
@@ -542,20 +419,19 @@ class Service:
 
     def tick(self) -> None:
         """What is due by the clock: the start, the end, leases, and polls that have been kept long enough."""
-        answers = _Answers()
+        answers = Answers()
         with self._lock:
             now, lease_seconds = self._clock(), self._settings.lease_seconds
             self._journal.flush()
             self._start_if_due(answers)
             if self.seconds >= self._settings.max_seconds:
                 self._end()
-            for worker, status in list(self.workers.items()) if self._began is not None else ():
-                if worker in self.core.live - self._gone and now - status.last_seen > lease_seconds:
+            if self._began is not None:
+                for worker in self._members.overdue(now - lease_seconds):
                     self.meter.lease_losses += 1
                     self._remove(worker, "lost its lease", answers)
-                elif status.poll is not None and now - status.poll.since > lease_seconds / 3:
-                    answers.add(status.poll.future, Staleness.AGAIN)
-                    status.poll = None
+                for worker in self.workers:
+                    self._waiting.put_off(worker, answers, before=now - lease_seconds / 3)
         answers.send()
 
 
