@@ -8,7 +8,7 @@ The spectral oracle approximates ``U V^T`` by five quintic iterations. Three pat
 
 - `_iterate_matrix`: the iteration as everybody writes it, on the matrix itself;
 - `_iterate_gram`: for wide matrices, the same polynomial accumulated on the small Gram matrix, which needs
-  about half the arithmetic from an aspect ratio of 1.5 on;
+  about half the arithmetic from an aspect ratio of 1.5 on; in a short type with a new Gram matrix halfway;
 - `_iterate_vector`: for a single row the Gram matrix is one number.
 
 `reference_lmo` is the readable definition (exact SVD) that tests hold all of this against.
@@ -66,17 +66,28 @@ def reference_lmo(matrix: torch.Tensor, geometry: str) -> torch.Tensor:
 
 
 class Workspace:
-    """Scratch matrices of one block shape, made once and used by every update."""
+    """Scratch matrices of one block shape, made once and used by every update.
 
-    def __init__(self, count: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:
+    ``precision`` is what the iterations compute in: the block's own type, or a shorter one.
+    """
+
+    def __init__(
+        self, count: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device,
+        precision: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.rows, self.cols = min(rows, cols), max(rows, cols)
         shape = (count, self.rows, self.rows)
+        is_short = precision is not None and precision != dtype
+        dtype = precision or dtype
         self.uses_gram = self.cols >= _GRAM_ASPECT * self.rows
         self.is_vector = count == 1 and self.rows == 1
         num_squares = 0 if self.is_vector else 4 if self.uses_gram else 2
         self.squares = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_squares)]
-        needs_full = not self.is_vector
-        self.full = torch.empty(count, self.rows, self.cols, dtype=dtype, device=device) if needs_full else None
+        num_full = 0 if self.is_vector else 2 if is_short else 1
+        self.full = [torch.empty(count, self.rows, self.cols, dtype=dtype, device=device) for _ in range(num_full)]
+        # The polynomial of a Gram matrix is only as good as the Gram matrix: small singular values drown in its
+        # rounding, and the next steps enlarge what is left. Beginning anew in between keeps a short type in bounds.
+        self.gram_steps = 2 if is_short else len(POLAR_EXPRESS)
 
 
 def orthogonalize_(block: torch.Tensor, coefficients: Coefficients, workspace: Workspace) -> float:
@@ -87,7 +98,8 @@ def orthogonalize_(block: torch.Tensor, coefficients: Coefficients, workspace: W
     block.div_(norms)
     wide = block if block.shape[1] <= block.shape[2] else block.mT
     iterate = _iterate_gram if workspace.uses_gram else _iterate_matrix
-    result = iterate(wide, coefficients, workspace)
+    spare, *narrow = workspace.full
+    result = iterate(narrow[0].copy_(wide) if narrow else wide, spare, coefficients, workspace)
     if result is not wide:
         wide.copy_(result)
     return 1.0
@@ -106,11 +118,11 @@ def _iterate_vector(block: torch.Tensor, coefficients: Coefficients) -> float:
     return length / norm if norm > 0.0 else 0.0
 
 
-def _iterate_matrix(wide: torch.Tensor, coefficients: Coefficients, workspace: Workspace) -> torch.Tensor:
-    """``A = Y Y^T;  Y <- a Y + (b A + c A A) Y``."""
+def _iterate_matrix(
+    current: torch.Tensor, spare: torch.Tensor, coefficients: Coefficients, workspace: Workspace
+) -> torch.Tensor:
+    """``A = Y Y^T;  Y <- a Y + (b A + c A A) Y``. The result is in one of the two it is given."""
     gram, polynomial = workspace.squares
-    current, spare = wide, workspace.full
-    assert spare is not None
     for a, b, c in coefficients:
         torch.bmm(current, current.mT, out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
@@ -119,8 +131,19 @@ def _iterate_matrix(wide: torch.Tensor, coefficients: Coefficients, workspace: W
     return current
 
 
-def _iterate_gram(wide: torch.Tensor, coefficients: Coefficients, workspace: Workspace) -> torch.Tensor:
-    """The same, on the Gram matrix: ``P = a I + b A + c A A;  Q <- P Q;  A <- P A P;`` at the end ``Y <- Q Y``."""
+def _iterate_gram(
+    current: torch.Tensor, spare: torch.Tensor, coefficients: Coefficients, workspace: Workspace
+) -> torch.Tensor:
+    """The same, a few steps at a time on the Gram matrix."""
+    for first in range(0, len(coefficients), workspace.gram_steps):
+        total = _gram_polynomial(current, coefficients[first : first + workspace.gram_steps], workspace)
+        torch.bmm(total, current, out=spare)
+        current, spare = spare, current
+    return current
+
+
+def _gram_polynomial(wide: torch.Tensor, coefficients: Coefficients, workspace: Workspace) -> torch.Tensor:
+    """The Q of ``Y <- Q Y``: ``A = Y Y^T``, and in each step ``P = a I + b A + c A A;  Q <- P Q;  A <- P A P``."""
     gram, polynomial, product, total = workspace.squares
     torch.bmm(wide, wide.mT, out=gram)
     last = len(coefficients) - 1
@@ -135,8 +158,7 @@ def _iterate_gram(wide: torch.Tensor, coefficients: Coefficients, workspace: Wor
         if index < last:
             torch.bmm(polynomial, gram, out=product)
             torch.bmm(product, polynomial, out=gram)
-    assert workspace.full is not None
-    return torch.bmm(total, wide, out=workspace.full)
+    return total
 
 
 def orthogonalize_exactly_(block: torch.Tensor) -> float:

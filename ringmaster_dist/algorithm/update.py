@@ -41,7 +41,9 @@ class Update:
         nesterov: bool = True,
         weight_decay: float = 0.0,
         orthogonalization: str = "polar_express",
+        precision: torch.dtype | None = None,
     ) -> None:
+        """``precision`` is what orthogonalisation by iteration computes in; None: ``dtype``, as everything else."""
         if orthogonalization not in oracles.ORTHOGONALIZATIONS:
             known = ", ".join(oracles.ORTHOGONALIZATIONS)
             raise ValueError(f"orthogonalization is {orthogonalization!r}; known: {known}")
@@ -62,7 +64,7 @@ class Update:
             workspace = None
             if block.geometry == "spectral" and self._coefficients is not None:
                 key = (block.num_matrices, min(block.rows, block.cols), max(block.rows, block.cols))
-                workspace = workspaces.get(key) or oracles.Workspace(*key, dtype, device)
+                workspace = workspaces.get(key) or oracles.Workspace(*key, dtype, device, precision)
                 workspaces[key] = workspace
             scratch = self._scratch[: min(block.size, largest)]
             matrices = None if block.geometry == "none" else scratch.view(block.num_matrices, block.rows, block.cols)

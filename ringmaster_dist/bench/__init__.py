@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -17,6 +17,30 @@ def best_and_worst(work: Callable[[], object], repeats: int) -> tuple[float, flo
         work()
         seconds.append(time.perf_counter() - began)
     return min(seconds), max(seconds)
+
+
+def by_turns(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, after a warm-up. They take turns, so that what disturbs the machine disturbs all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    order = list(candidates)
+    for turn in range(rounds + 1):
+        for name in order:
+            began = time.perf_counter()
+            candidates[name]()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+        order.reverse()  # nobody always follows the same one
+    return seconds
+
+
+def compared(title: str, seconds: Mapping[str, list[float]], baseline: str) -> list[dict[str, Any]]:
+    """A row for each: its best beside the baseline's, and its worst."""
+    best = min(seconds[baseline])
+    return [
+        {title: name, "relative": f"{min(times) / best:.2f}x", "ms": round(1e3 * min(times), 1),
+         "worst ms": round(1e3 * max(times), 1)}
+        for name, times in seconds.items()
+    ]  # fmt: skip
 
 
 def machine() -> dict[str, Any]:

@@ -10,10 +10,10 @@ import torch
 from ringmaster_dist.algorithm.geometry import POLAR_EXPRESS, spectral_scale
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
 from ringmaster_dist.algorithm.update import Update
-from ringmaster_dist.bench import best_and_worst, show
+from ringmaster_dist.bench import by_turns, compared, show
 
 _ETA, _ALPHA = 0.02, 0.05
-_COLUMNS = ["update", "ms", "worst ms", "relative"]
+_COLUMNS = ["update", "relative", "ms", "worst ms"]
 
 
 def paper_parameters() -> list[Parameter]:
@@ -34,31 +34,25 @@ def paper_parameters() -> list[Parameter]:
 
 
 def run(quick: bool, as_json: bool) -> None:
-    show("update", _COLUMNS, measure(repeats=3 if quick else 10, baseline_repeats=1 if quick else 3), as_json)
+    show("update", _COLUMNS, measure(repeats=3 if quick else 15), as_json)
 
 
-def measure(repeats: int, baseline_repeats: int) -> list[dict[str, Any]]:
+def measure(repeats: int) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     layout = Layout(paper_parameters(), GEOMETRY_MAPS["muon"])
-    candidates: list[tuple[str, Callable[[], None], int]] = [("ringmaster", _ours(layout), repeats)]
+    candidates: dict[str, Callable[[], None]] = {
+        "ringmaster": _ours(layout),
+        "ringmaster, iterations in bfloat16": _ours(layout, torch.bfloat16),
+        "plain loop in float32, matrix by matrix": _plain_loop(layout),
+    }
     if hasattr(torch.optim, "Muon"):
-        candidates.append(("torch.optim.Muon + SGD", _torch_optim(layout), baseline_repeats))
-    candidates.append(("plain fp32 loop, matrix by matrix", _plain_loop(layout), repeats))
-    rows: list[dict[str, Any]] = []
-    for name, step, count in candidates:
-        step()
-        best, worst = best_and_worst(step, count)
-        relative = best * 1e3 / rows[0]["ms"] if rows else 1.0
-        rows.append(
-            {"update": name, "ms": round(best * 1e3, 1), "worst ms": round(worst * 1e3, 1),
-             "relative": f"{relative:.1f}x"}
-        )  # fmt: skip
-    return rows
+        candidates["torch.optim.Muon (in bfloat16) + SGD"] = _torch_optim(layout)
+    return compared("update", by_turns(candidates, repeats), "ringmaster")
 
 
-def _ours(layout: Layout) -> Callable[[], None]:
+def _ours(layout: Layout, precision: torch.dtype | None = None) -> Callable[[], None]:
     """What the server does: the next iterate goes to the other of two buffers."""
-    update = Update(layout)
+    update = Update(layout, precision=precision)
     buffers = [torch.randn(layout.size), torch.empty(layout.size)]
     momentum, gradient = torch.zeros(layout.size), torch.randn(layout.size)
 

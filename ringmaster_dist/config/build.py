@@ -189,6 +189,7 @@ def build_core(config: Config, problem: Problem) -> ServerCore:
         nesterov=config.method.nesterov,
         weight_decay=config.method.weight_decay,
         orthogonalization=config.geometry.orthogonalization,
+        precision=DTYPES[config.geometry.precision] if config.geometry.precision else None,
     )
     initial = problem.initial(config.run.seed)
     return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype)

@@ -86,6 +86,7 @@ class GeometryConfig:
     output: str = "none"
     scalar: str = "none"
     orthogonalization: str = "polar_express"
+    precision: str | None = None
 
 
 @dataclass

@@ -14,6 +14,7 @@ METHODS = ("ringmaster", "ringmaster_agnostic", "rennala", "delay_adaptive", "sy
 LOGGERS = ("none", "wandb", "wandb_offline")
 _GEOMETRIES = ("spectral", "euclidean", "sign", "column", "row", "none")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
+_PRECISIONS = ("float64", "float32", "bfloat16")
 _ORTHOGONALIZATIONS = ("polar_express", "jordan", "exact")
 _MOST_GRADIENTS_PER_WORKER = 1000  # a batch that needs more than this from each worker is a slip
 
@@ -43,6 +44,8 @@ def validate(config: Config, *, real_time: bool = False) -> None:
     for role in ("matrix", "embedding", "output", "scalar"):
         _one_of(f"geometry.{role}", getattr(config.geometry, role), _GEOMETRIES)
     _one_of("geometry.orthogonalization", config.geometry.orthogonalization, _ORTHOGONALIZATIONS)
+    if config.geometry.precision is not None:
+        _one_of("geometry.precision", config.geometry.precision, _PRECISIONS)
 
     _at_least("cluster.workers", cluster.workers, 1)
     if cluster.local_workers is not None and not 0 <= cluster.local_workers <= cluster.workers:

@@ -12,14 +12,14 @@ from ringmaster_dist.algorithm.update import Update
 SHAPES = [(1, 1), (1, 40), (40, 1), (5, 5), (6, 8), (6, 9), (4, 24), (24, 4), (32, 3)]
 
 
-def oracle(matrices, geometry, orthogonalization="polar_express"):
+def oracle(matrices, geometry, orthogonalization="polar_express", precision=None):
     """lmo of a batch, by way of an update with alpha = 1 and eta = 1 from zero."""
     count, rows, cols = matrices.shape
     roles = dict.fromkeys(("matrix", "embedding", "output", "scalar"), geometry)
     layout = Layout([Parameter(f"p{i}", (rows, cols)) for i in range(count)], roles)
     flat = matrices.reshape(-1).clone()
     out = torch.empty_like(flat)
-    update = Update(layout, dtype=flat.dtype, orthogonalization=orthogonalization)
+    update = Update(layout, dtype=flat.dtype, orthogonalization=orthogonalization, precision=precision)
     update.apply(torch.zeros_like(flat), torch.zeros_like(flat), flat, eta=1.0, alpha=1.0, out=out)
     return out.view(count, rows, cols)
 
@@ -50,6 +50,23 @@ def test_orthogonalization_keeps_directions_and_levels_singular_values(name, low
     off_diagonal = levels - torch.diag(levels.diagonal())
     assert off_diagonal.abs().max() < tolerance
     assert low < levels.diagonal().min() <= levels.diagonal().max() < high
+
+
+@pytest.mark.parametrize("coefficients", g.COEFFICIENTS)
+@pytest.mark.parametrize("shape", [(48, 48), (48, 96), (96, 48), (64, 256)])
+@pytest.mark.parametrize("decades", [0.0, 1.5, 3.0, 5.0])
+def test_a_short_precision_stays_near_and_in_bounds(shape, decades, coefficients):
+    """However ill-conditioned: a polynomial of one Gram matrix in bfloat16 has singular values in the hundreds here."""
+    generator = torch.Generator().manual_seed(4)
+    rank = min(shape)
+    left, right = (
+        torch.linalg.qr(torch.randn(4, n, rank, dtype=torch.float64, generator=generator)).Q for n in shape
+    )
+    matrices = (left * torch.logspace(0, -decades, rank, dtype=torch.float64)) @ right.mT
+    exact = oracle(matrices, "spectral", coefficients)
+    rough = oracle(matrices.float(), "spectral", coefficients, precision=torch.bfloat16).double()
+    assert torch.linalg.svdvals(rough).max() < 1.25 * g.spectral_scale(*shape)
+    assert (torch.cosine_similarity(exact.flatten(1), rough.flatten(1)) > 0.97).all()
 
 
 @pytest.mark.parametrize("coefficients", g.COEFFICIENTS)
