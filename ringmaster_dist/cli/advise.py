@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ringmaster_dist.cli.sources import times_of, wholes
+from ringmaster_dist.cli.sources import sort_words, times_of, wholes
 from ringmaster_dist.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP)
         return 0
-    own = {word.partition("=")[0]: word.partition("=")[2] for word in argv if word.partition("=")[0] in _OWN}
-    rest = [word for word in argv if word.partition("=")[0] not in _OWN and word != "gpus"]
+    own, rest = sort_words(argv, _OWN)
 
     from ringmaster_dist.config.compose import load
 

@@ -17,6 +17,13 @@ def wholes(key: str, text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def sort_words(argv: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """The values of a command's own ``name=value`` words, and the words that are the configuration's."""
+    pairs = [(word, *word.partition("=")[::2]) for word in argv if word != "gpus"]
+    own = {name: value for _, name, value in pairs if name in names}
+    return own, [word for word, name, _ in pairs if name not in names]
+
+
 def times_of(own: dict[str, str], gpus: bool, config: Any) -> tuple[list[float], str]:
     """Seconds per gradient, sorted, and what they are. Raises UserError."""
     from ringmaster_dist.config.profile_file import cluster_seconds, read_times

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringmaster_dist.cli.sources import times_of, wholes
+from ringmaster_dist.cli.sources import sort_words, times_of, wholes
 from ringmaster_dist.config.errors import UserError
 
 _HELP = """ringmaster theory [SOURCE] [updates=1000] [thresholds=1,2,4,8,16,32] [plot=FILE.png] [key=value ...]
@@ -32,8 +32,7 @@ def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP)
         return 0
-    own = {word.partition("=")[0]: word.partition("=")[2] for word in argv if word.partition("=")[0] in _OWN}
-    rest = [word for word in argv if word.partition("=")[0] not in _OWN and word != "gpus"]
+    own, rest = sort_words(argv, _OWN)
 
     from ringmaster_dist.config.compose import load
 
