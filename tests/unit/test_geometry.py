@@ -59,9 +59,7 @@ def test_a_short_precision_stays_near_and_in_bounds(shape, decades, coefficients
     """However ill-conditioned: a polynomial of one Gram matrix in bfloat16 has singular values in the hundreds here."""
     generator = torch.Generator().manual_seed(4)
     rank = min(shape)
-    left, right = (
-        torch.linalg.qr(torch.randn(4, n, rank, dtype=torch.float64, generator=generator)).Q for n in shape
-    )
+    left, right = (torch.linalg.qr(torch.randn(4, n, rank, dtype=torch.float64, generator=generator)).Q for n in shape)
     matrices = (left * torch.logspace(0, -decades, rank, dtype=torch.float64)) @ right.mT
     exact = oracle(matrices, "spectral", coefficients)
     rough = oracle(matrices.float(), "spectral", coefficients, precision=torch.bfloat16).double()

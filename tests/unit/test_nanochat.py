@@ -15,6 +15,7 @@ from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
 from ringmaster_dist.problems import Interrupted
 from ringmaster_dist.problems.nanochat import NanoChat, NanoChatConfig
 from ringmaster_dist.problems.nanochat import corpus as corpora
+from ringmaster_dist.problems.nanochat.decoder import Decoder
 from ringmaster_dist.problems.nanochat.generate import generate
 from ringmaster_dist.problems.nanochat.problem import NanoChatProblem, role
 from ringmaster_dist.problems.nanochat.rows import pack, prepare
@@ -149,6 +150,23 @@ def test_the_first_loss_is_that_of_guessing():
 def test_impossible_models_are_refused(values):
     with pytest.raises(ValueError, match=r"n_embd|window_pattern|n_head"):
         NanoChatConfig(*values)
+
+
+@pytest.mark.parametrize("pieces", [[16], [1] * 16, [5, 1, 6, 1, 3]])
+@pytest.mark.parametrize("config", [SMALL, NanoChatConfig(3, 4, 2, 64, 300, 16, "SL")])
+def test_the_decoder_gives_the_model_s_logits(config, pieces):
+    """Token by token or several at once; with fewer keys than queries too."""
+    model = disturbed(config).float()
+    tokens = torch.randint(0, 300, (16,), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        expected = model(tokens[None])[0]
+        decoder, seen = Decoder(model), 0
+        for count in pieces:
+            logits = decoder(tokens[seen : seen + count].tolist())
+            seen += count
+            torch.testing.assert_close(logits, expected[seen - 1], rtol=1e-4, atol=1e-5)
+        with pytest.raises(ValueError, match="context of 16"):
+            decoder([0])
 
 
 @pytest.mark.parametrize("prompt", [1, 5, 13])

@@ -1,12 +1,13 @@
-"""Text from a model: one token after the other, with keys and values kept."""
+"""Text from a model: one token after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ringmaster_dist.problems.nanochat.model import Cache, NanoChat
+from ringmaster_dist.problems.nanochat.decoder import Decoder
+from ringmaster_dist.problems.nanochat.model import NanoChat
 
 
 @torch.inference_mode()
@@ -22,17 +23,25 @@ def generate(
 ) -> Iterator[int]:
     """Up to ``count`` tokens after the prompt; fewer where the context is full. Temperature 0 takes the likeliest."""
     model.eval()
-    weight = model.lm_head.weight
     generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    cache = Cache(model.config, 1, weight) if cached else None
-    pending = tokens  # what the model has not seen yet
-    for _ in range(min(count, model.config.sequence_len - len(tokens))):
-        logits = model(torch.tensor([pending], device=weight.device), cache=cache)[0, -1]
-        token = _choose(logits.float().cpu(), temperature, top_k, generator)
+    after = Decoder(model) if cached else _from_the_start(model)
+    pending = list(prompt)  # what the model has not seen yet
+    for _ in range(min(count, model.config.sequence_len - len(prompt))):
+        token = _choose(after(pending).cpu(), temperature, top_k, generator)
         yield token
-        tokens.append(token)
-        pending = [token] if cached else tokens
+        pending = [token]
+
+
+def _from_the_start(model: NanoChat) -> Callable[[Sequence[int]], torch.Tensor]:
+    """As a decoder, with nothing kept but the tokens."""
+    seen: list[int] = []
+
+    def after(tokens: Sequence[int]) -> torch.Tensor:
+        seen.extend(tokens)
+        logits: torch.Tensor = model(torch.tensor([seen], device=model.lm_head.weight.device))[0, -1]
+        return logits.float()
+
+    return after
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

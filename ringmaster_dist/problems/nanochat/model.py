@@ -19,7 +19,7 @@ from ringmaster_dist.problems.nanochat.attention import attend, window_blocks, w
 
 Mask = torch.Tensor | BlockMask | None
 
-_GATE_CHANNELS = 32
+GATE_CHANNELS = 32
 _SOFT_CAP = 15.0
 _ROTARY_BASE = 10000.0
 IGNORED = -1  # a target that does not count
@@ -43,8 +43,8 @@ class NanoChatConfig:
             )
         if (self.n_embd // self.n_head) % 2:
             raise ValueError(f"n_embd/n_head={self.n_embd // self.n_head} must be even: rotary positions turn pairs")
-        if self.n_embd < _GATE_CHANNELS:
-            raise ValueError(f"n_embd={self.n_embd} must be at least {_GATE_CHANNELS}")
+        if self.n_embd < GATE_CHANNELS:
+            raise ValueError(f"n_embd={self.n_embd} must be at least {GATE_CHANNELS}")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"window_pattern={self.window_pattern!r} must be made of S and L")
 
@@ -66,43 +66,27 @@ def norm(x: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
 
+def soft_cap(logits: torch.Tensor) -> torch.Tensor:
+    return _SOFT_CAP * torch.tanh(logits / _SOFT_CAP)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs (first half, second half) of each head. x: (batch, heads, time, head_dim)."""
+    """Turns the pairs (first half, second half) of each head. x: (..., time, head_dim)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-
-
-class Cache:
-    """Keys and values of the tokens so far, for generation.
-
-    Also the output weights, transposed: the product with a single vector then reads them in the order they lie in.
-    """
-
-    def __init__(self, config: NanoChatConfig, batch: int, output_weight: torch.Tensor) -> None:
-        shape = (config.n_layer, 2, batch, config.n_kv_head, config.sequence_len, config.head_dim)
-        self.kept = output_weight.new_zeros(shape)
-        self.length = 0
-        self.output_weight = output_weight.detach().t().contiguous()
-
-    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps those of the new tokens, gives all."""
-        stop = self.length + k.shape[2]
-        keys, values = self.kept[layer]
-        keys[:, :, self.length : stop], values[:, :, self.length : stop] = k, v
-        return keys[:, :, :stop], values[:, :, :stop]
 
 
 class Attention(nn.Module):
     def __init__(self, config: NanoChatConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config = config
         width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
         self.c_q = nn.Linear(width, width, bias=False)
         self.c_k = nn.Linear(width, kv_width, bias=False)
         self.c_v = nn.Linear(width, kv_width, bias=False)
         self.c_proj = nn.Linear(width, width, bias=False)
         if config.has_value_embedding(layer):
-            self.ve_gate = nn.Linear(_GATE_CHANNELS, config.n_kv_head, bias=False)
+            self.ve_gate = nn.Linear(GATE_CHANNELS, config.n_kv_head, bias=False)
 
     def forward(
         self,
@@ -110,7 +94,6 @@ class Attention(nn.Module):
         value_embedding: torch.Tensor | None,
         rotary: tuple[torch.Tensor, torch.Tensor],
         mask: Mask,
-        cache: Cache | None,
     ) -> torch.Tensor:
         batch, time, _ = x.shape
         heads, kv_heads, head_dim = self.config.n_head, self.config.n_kv_head, self.config.head_dim
@@ -118,15 +101,10 @@ class Attention(nn.Module):
         k = self.c_k(x).view(batch, time, kv_heads, head_dim)
         v = self.c_v(x).view(batch, time, kv_heads, head_dim)
         if value_embedding is not None:
-            gate = 2.0 * torch.sigmoid(self.ve_gate(x[..., :_GATE_CHANNELS]))  # (batch, time, kv_heads)
+            gate = 2.0 * torch.sigmoid(self.ve_gate(x[..., :GATE_CHANNELS]))  # (batch, time, kv_heads)
             v = v + gate.unsqueeze(-1) * value_embedding.view(batch, time, kv_heads, head_dim)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, time, head_dim)
-        if time == 1:  # one call for both: for a single token calls cost more than arithmetic
-            q, k = norm(rotate(torch.cat((q, k), dim=1), *rotary)).split((heads, kv_heads), dim=1)
-        else:
-            q, k = norm(rotate(q, *rotary)), norm(rotate(k, *rotary))
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
+        q, k = norm(rotate(q, *rotary)), norm(rotate(k, *rotary))
         y = attend(q, k, v, mask)
         return self.c_proj(y.transpose(1, 2).reshape(batch, time, -1))
 
@@ -153,14 +131,16 @@ class Block(nn.Module):
         value_embedding: torch.Tensor | None,
         rotary: tuple[torch.Tensor, torch.Tensor],
         mask: Mask,
-        cache: Cache | None = None,
     ) -> torch.Tensor:
-        x = x + self.attn(norm(x), value_embedding, rotary, mask, cache)
+        x = x + self.attn(norm(x), value_embedding, rotary, mask)
         return x + self.mlp(norm(x))
 
 
 class NanoChat(nn.Module):
     """``model(tokens)`` gives logits, ``model(tokens, targets)`` the mean loss."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     def __init__(self, config: NanoChatConfig) -> None:
         super().__init__()
@@ -208,45 +188,39 @@ class NanoChat(nn.Module):
         nn.init.constant_(self.x0_lambdas, 0.1)
 
     def forward(
-        self, tokens: torch.Tensor, targets: torch.Tensor | None = None, cache: Cache | None = None,
-        reduction: str = "mean",
-    ) -> torch.Tensor:  # fmt: skip
-        hidden = self._hidden(tokens, cache)
-        # Who generates needs the last position alone.
-        logits = self.lm_head(hidden) if cache is None else hidden[:, -1:] @ cache.output_weight
+        self, tokens: torch.Tensor, targets: torch.Tensor | None = None, reduction: str = "mean"
+    ) -> torch.Tensor:
+        logits = self.lm_head(self._hidden(tokens))
         if logits.dtype != torch.float64:
             logits = logits.float()
-        logits = _SOFT_CAP * torch.tanh(logits / _SOFT_CAP)
+        logits = soft_cap(logits)
         if targets is None:
             return logits
         return F.cross_entropy(
             logits.view(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction=reduction
         )
 
-    def _hidden(self, tokens: torch.Tensor, cache: Cache | None) -> torch.Tensor:
-        start = cache.length if cache is not None else 0
+    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         time = tokens.shape[1]
-        if start + time > self.config.sequence_len:
-            raise ValueError(f"{start + time} tokens do not fit the model's context of {self.config.sequence_len}")
-        rotary = self.cos[start : start + time], self.sin[start : start + time]
+        if time > self.config.sequence_len:
+            raise ValueError(f"{time} tokens do not fit the model's context of {self.config.sequence_len}")
+        rotary = self.cos[:time], self.sin[:time]
         x0 = x = norm(self.transformer["wte"](tokens))
         keep, again = self.resid_lambdas.unbind(), self.x0_lambdas.unbind()
         for i, block in enumerate(self.blocks):
             x = keep[i] * x + again[i] * x0
             embedding = self.value_embeds[str(i)](tokens) if self.config.has_value_embedding(i) else None
-            x = block(x, embedding, rotary, self._mask(i, start, time), cache)
-        if cache is not None:
-            cache.length = start + time
+            x = block(x, embedding, rotary, self._mask(i, time))
         return norm(x)
 
-    def _mask(self, layer: int, start: int, time: int) -> Mask:
-        """What these positions may look at; None: everything before them."""
-        window, stop = self.config.window(layer), start + time
-        if stop <= window and (start == 0 or time == 1):
+    def _mask(self, layer: int, time: int) -> Mask:
+        """What each position may look at; None: everything before it."""
+        window = self.config.window(layer)
+        if time <= window:
             return None
-        if self.flex and start == 0:
+        if self.flex:
             return window_blocks(time, window, self.cos.device)
-        return window_mask(self.config.sequence_len, window, self.cos.device)[start:stop, :stop]
+        return window_mask(self.config.sequence_len, window, self.cos.device)[:time, :time]
 
 
 def _rotary_table(config: NanoChatConfig) -> tuple[torch.Tensor, torch.Tensor]:
