@@ -93,7 +93,7 @@ def supervise(
                 return server.exit_code or 1
             where = f"@{directory.path.resolve() / 'address'}"  # a server that is started again may be elsewhere
             workers = [
-                Place(f"worker-slot-{slot}", work, where, directory.read("token"), slot, _timeouts(config))
+                Place(f"worker-slot-{slot}", work, where, directory.read("token"), slot, timeouts(config))
                 for slot in range(local_workers(config))
             ]
             while not (asked() or failure or server.exit_code in (0, _MISTAKE)):
@@ -123,7 +123,8 @@ def local_workers(config: Config) -> int:
     return cluster.workers if cluster.local_workers is None else cluster.local_workers
 
 
-def _timeouts(config: Config) -> dict[str, float]:
+def timeouts(config: Config) -> dict[str, float]:
+    """How long a worker waits for what."""
     names = ("connect_seconds", "call_seconds", "patience_seconds")
     return {name: getattr(config.server, name) for name in names}
 

@@ -9,7 +9,6 @@ from ringmaster_dist.cli.train import RunIsOver, prepare, show_summary
 from ringmaster_dist.config.errors import UserError
 
 _FIND_SECONDS = 24 * 3600.0  # rank 0 may have data to prepare first; torchrun ends the others if it dies
-_OVER = "over"  # instead of an address
 
 
 def main(argv: list[str]) -> int:
@@ -25,11 +24,14 @@ def main(argv: list[str]) -> int:
     if rank > 0:
         from ringmaster_dist.worker.__main__ import work
 
-        address, token = rendezvous.find(_FIND_SECONDS)
-        return 0 if address == _OVER else work(address, token, slot=rank - 1)
+        server = rendezvous.find(_FIND_SECONDS)
+        if server.get("over"):
+            return 0
+        return work(server["address"], server["token"], slot=rank - 1, **server["timeouts"])
 
     from ringmaster_dist.cli.serve import serve
     from ringmaster_dist.cli.signals import stop_signals
+    from ringmaster_dist.cli.supervisor import timeouts
 
     numbers = [f"cluster.workers={workers}"] if workers else []
     try:
@@ -37,17 +39,23 @@ def main(argv: list[str]) -> int:
     except RunIsOver as over:
         print(over)
         if workers:
-            rendezvous.publish(_OVER, "-")
+            rendezvous.publish({"over": True})
         return 0
     token = directory.read("token")
     stores = []
+
+    def announce(address: str) -> None:
+        if workers:
+            facts = {"address": address, "token": token, "timeouts": timeouts(config)}
+            stores.append(rendezvous.publish(facts))
+
     with stop_signals() as asked:
         serve(
             config,
             config_text,
             directory,
             token,
-            announce=lambda address: stores.append(rendezvous.publish(address, token)) if workers else None,
+            announce=announce,
             should_stop=asked,
         )
     show_summary(directory, report=config.run.report)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,14 +23,14 @@ def _store(timeout_seconds: float) -> dist.Store:
     return dist.PrefixStore(f"attempt/{attempt}", store)
 
 
-def publish(address: str, token: str) -> dist.Store:
-    """Rank 0 says where it serves. Keep what is returned: without an agent it is the store itself."""
+def publish(facts: Mapping[str, Any]) -> dist.Store:
+    """Rank 0 says what a worker needs to know. Keep what is returned: without an agent it is the store itself."""
     store = _store(60.0)
-    store.set(_KEY, f"{address} {token}")
+    store.set(_KEY, json.dumps(facts))
     return store
 
 
-def find(timeout_seconds: float) -> tuple[str, str]:
-    """The server's address and token; waits until they are published."""
-    address, token = _store(timeout_seconds).get(_KEY).decode().split(" ")
-    return address, token
+def find(timeout_seconds: float) -> dict[str, Any]:
+    """What rank 0 has published; waits for it."""
+    facts: dict[str, Any] = json.loads(_store(timeout_seconds).get(_KEY))
+    return facts

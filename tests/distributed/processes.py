@@ -141,3 +141,16 @@ def check_finished(run: Run, *, attacked: bool = False) -> dict:
     outcome = recompute(run.directory)
     assert outcome.same, outcome.message
     return summary
+
+
+def processes_with(*words: str) -> list[int]:
+    """Whose command line has all these words, each as a word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if all(word in line for word in words):
+            found.append(int(path.parent.name))
+    return found

@@ -15,7 +15,17 @@ from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.simulation.forecast import forecast
 from ringmaster_dist.theory.bounds import seconds_of_run
-from tests.distributed.processes import LONG, QUICK, Run, alive, check_finished, recompute, replay, until
+from tests.distributed.processes import (
+    LONG,
+    QUICK,
+    Run,
+    alive,
+    check_finished,
+    processes_with,
+    recompute,
+    replay,
+    until,
+)
 
 METHODS = {
     "ringmaster": ["method.threshold=2"],
@@ -324,6 +334,28 @@ def test_torchrun(tmp_path):
     assert summary["updates"] == 40
     assert summary["num_workers"] == 2
     assert replay(tmp_path / "run").returncode == 0
+
+
+def test_torchrun_goes_on_when_it_has_started_all_ranks_again(tmp_path):
+    """``--max-restarts``: when a rank dies torchrun ends the others and starts all of them anew."""
+    run = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2", "-m",
+        "ringmaster_dist.train", f"run.dir={run}", *QUICK, "budget.updates=600", "checkpoint.every=20",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: len(list((run / "checkpoints").glob("*"))) > 1, "there is a checkpoint")
+        ranks = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in processes_with(f"run.dir={run}")}
+        server = next(pid for pid, environment in ranks.items() if b"\0RANK=0\0" in environment)
+        os.kill(server, signal.SIGKILL)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert json.loads((run / "summary.json").read_text())["updates"] == 600
+    assert len((run / "terms.jsonl").read_text().splitlines()) == 2
+    assert replay(run).returncode == 0
 
 
 def test_no_orphan_when_the_supervisor_is_killed(tmp_path):

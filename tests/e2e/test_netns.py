@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import Run, check_finished, recompute, until
+from tests.distributed.processes import Run, check_finished, processes_with, recompute, until
 from tests.e2e.network import Network, require_namespaces
 
 pytestmark = [pytest.mark.netns, pytest.mark.e2e]
@@ -135,19 +135,6 @@ def test_a_worker_on_a_bad_link_is_slow_alone(network, tmp_path):
     assert 10 < delivered[1] < 0.5 * delivered[0]
     assert 3 < delivered[2] < 0.3 * delivered[0]
     assert network.lost_frames() > 0
-
-
-def processes_with(*words: str) -> list[int]:
-    """Whose command line has all these words, each as a word."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if all(word in line for word in words):
-            found.append(int(path.parent.name))
-    return found
 
 
 def test_the_scripts_of_two_machines(network, tmp_path):
