@@ -10,7 +10,7 @@ BENCHES = {
     "simulator": "the paper's quadratic at full size, in virtual time",
     "update": "one server update of the paper's model, beside torch.optim.Muon",
     "gradient": "a gradient of the paper's model, beside a plain loop over the same module",
-    "exchange": "a push and the snapshot that comes back, beside the same bytes over plain TCP",
+    "exchange": "a push and the snapshot that comes back, beside the same bytes over TCP, gloo, and Ray if installed",
     "scale": "how large a cluster one server carries, from measured updates, simulated workers and assumed links",
     "server": "updates per second with many workers pushing, beside one over the time of an update",
     "time-to-loss": "seconds to a validation loss on paced workers, beside DistributedDataParallel and every method",
@@ -21,7 +21,7 @@ BENCHES = {
 
 _HELP = """ringmaster bench [NAME ...] [--quick] [--json]
 
-Measures this system beside its alternatives, in one process and run; best of several, worst beside it.
+Measures this system beside its alternatives, in the same run; where it repeats, the best, with the worst beside it.
 Without a name, all of them.
 
 {benches}

@@ -6,7 +6,7 @@ import sys
 
 from ringmaster_dist.config.errors import UserError
 
-_HELP = """ringmaster data prepare [data=stdlib|text] [model=...] [key=value ...]
+_HELP = """ringmaster data prepare [data=stdlib|text|climbmix] [model=...] [key=value ...]
 
 Tokenizes a corpus and packs it into rows, once; training maps them. What was prepared before is used again if nothing
 changed. Safe to interrupt: a half-written cache is never used. Training does this by itself when it has to.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.secret import given_token
 
 if TYPE_CHECKING:
     from ringmaster_dist.doctor import Finding
@@ -20,7 +21,7 @@ and interfaces, shared memory, disk, open files, clock, devices with the types t
 server and two workers. With server=, as a worker would see it from here: name, store, versions, RPC address and a call,
 token, clock skew. It does not join the run.
 
-  token_file=FILE   the run's token, RUN_DIR/token (or the variable RINGMASTER_TOKEN)
+  token_file=FILE   the run's token, RUN_DIR/token (or RINGMASTER_TOKEN_FILE, RINGMASTER_TOKEN)
   --quick           without the small run
 
 Exit code 0 if everything is ok, 1 if something is not.
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
     host, _, port = given["server"].rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise UserError(f"server={given['server']}: write server=HOST:PORT; RUN_DIR/address has it")
-    token = _token(given.get("token_file"))
+    token = given_token(given.get("token_file", "")) or None
 
     from ringmaster_dist.doctor.server import server_findings
 
@@ -57,15 +58,6 @@ def main(argv: list[str]) -> int:
     ok &= _show(f"the server at {given['server']}", server_findings(host, int(port), token))
     sys.stdout.flush()
     os._exit(0 if ok else 1)  # without the interpreter's farewell: TensorPipe's threads may hang in it
-
-
-def _token(path: str | None) -> str | None:
-    if path is None:
-        return os.environ.get("RINGMASTER_TOKEN") or None
-    try:
-        return Path(path).read_text().strip()
-    except OSError as error:
-        raise UserError(f"token_file={path} cannot be read ({error.strerror}): copy RUN_DIR/token here") from error
 
 
 def _show(title: str, findings: Iterable[Finding]) -> bool:

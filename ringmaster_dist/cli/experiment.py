@@ -20,11 +20,11 @@ Reproduces an experiment of the paper in virtual time: tunes every method over i
 same budget, runs the winners with several seeds, and writes the tables (tuning.csv, curves.csv), the figure (PNG, PDF)
 and a summary in words. Interrupted at any time, the same command goes on with what is missing.
 
-  quadratic  size=full    6174 workers, 1729 coordinates, 2000 s, the paper's grids (the default)
+  quadratic  size=full    6174 workers, 1729 coordinates, 2000 s, the paper's grids (the default; needs the extra fast)
              size=smoke   the same in small, a minute
-  nanochat   size=full    the paper's model and grids; one command for a machine with a GPU
+  nanochat   size=full    the paper's model and grids; one command for a machine with a GPU; workers=8 or 32
              size=cpu     the tiny model on Python's standard library, the same methods and grids (the default)
-             size=smoke   a minute; workers=8 or 32
+             size=smoke   a minute, with 3 workers
   auto       size=full    method.threshold=auto beside the best fixed threshold, also where speeds change in mid-run
              size=smoke   the same in small
 

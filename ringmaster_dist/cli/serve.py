@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.logs import log_as_told
 from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError, export_weights
 from ringmaster_dist.observe.summary import summarize
@@ -324,7 +324,7 @@ def main(argv: list[str]) -> int:
 
     if len(argv) != 1 or not (Path(argv[0]) / "config.yaml").exists():
         raise UserError("ringmaster serve is started by ringmaster train; see ringmaster train --help")
-    logging.basicConfig(level=os.environ.get("RINGMASTER_LOG", "WARNING"), format="%(message)s")
+    log_as_told()
     config_text = (Path(argv[0]) / "config.yaml").read_text()
     directory = RunDirectory.opened(Path(argv[0]))
     parent = multiprocessing.parent_process()

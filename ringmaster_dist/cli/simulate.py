@@ -6,8 +6,8 @@ import sys
 
 from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
-from ringmaster_dist.config.compose import compose, config_dir, groups, to_typed
-from ringmaster_dist.config.describe import annotated, headline
+from ringmaster_dist.config.compose import compose, to_typed
+from ringmaster_dist.config.describe import annotated, keys_and_choices
 from ringmaster_dist.config.errors import UserError
 
 _HELP = """ringmaster simulate [key=value ...]
@@ -19,6 +19,8 @@ Writes config.yaml, trace.jsonl, metrics.jsonl and summary.json to run.dir and p
   --multirun, -m   run every combination of comma-separated values: method.eta=0.1,0.2
   --help           this text
 
+Exit code 0: the budget is used up. 130: stopped; what there is was written. 2: a mistake.
+
 Examples
   ringmaster simulate
   ringmaster simulate method=rennala method.batch=16 cluster.profile=sublinear
@@ -27,20 +29,12 @@ Examples
 """
 
 
-def help_text() -> str:
-    lines = [_HELP, "Choices"]
-    for group, options in groups().items():
-        for option in options:
-            lines.append(f"  {group}={option:<22} {headline(config_dir() / group / f'{option}.yaml')}")
-    lines += ["", "Keys and their defaults", *(f"  {line}" for line in annotated(compose([])).splitlines())]
-    return "\n".join(lines)
-
-
 def main(argv: list[str]) -> int:
     multirun = any(word in ("-m", "--multirun") for word in argv)
     overrides, show = parse([word for word in argv if word not in ("-m", "--multirun")], "simulate")
     if show == "help":
-        print(help_text())
+        print(_HELP)
+        print(keys_and_choices("config"))
         return 0
     if show == "cfg":
         composed = compose(overrides)

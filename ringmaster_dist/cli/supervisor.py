@@ -16,6 +16,7 @@ from typing import Any
 
 from ringmaster_dist.cli.signals import stop_signals
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.logs import log_as_told
 from ringmaster_dist.observe.run_directory import RunDirectory
 
 _START_SECONDS = 60.0
@@ -66,6 +67,7 @@ def work_at(name: str, address: str, token: str, slot: int, timeouts: dict[str, 
     from ringmaster_dist.worker.__main__ import work
 
     become(name)
+    log_as_told()
     leave(work(address, token, slot=slot, **timeouts))
 
 

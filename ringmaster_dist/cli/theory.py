@@ -23,7 +23,8 @@ What the paper's time bounds say of a cluster. SOURCE is one of
 It prints the harmonic means H_m of the m quickest, and for each threshold R: how many workers are useful (m*), how long
 any R consecutive updates take at most, t(R) = 2 min_m H_m (1 + R/m), and K updates, ceil(K/R) t(R); K updates with the
 threshold growing as a square root; where speeds change (cluster.phases), the same by the universal model. With
-constants (method.constants.smoothness=1 .noise=1 .initial_gap=1) also the schedules of the theorems.
+constants (method.constants.smoothness=1 method.constants.noise=1 method.constants.initial_gap=1) also the schedules of
+the theorems.
 """
 _OWN = ("times", "file", "run", "updates", "thresholds", "plot")
 

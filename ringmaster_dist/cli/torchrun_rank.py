@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ringmaster_dist.cli.train import RunIsOver, prepare, show_summary
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.logs import log_as_told
 
 _FIND_SECONDS = 24 * 3600.0  # rank 0 may have data to prepare first; torchrun ends the others if it dies
 
@@ -14,6 +15,7 @@ _FIND_SECONDS = 24 * 3600.0  # rank 0 may have data to prepare first; torchrun e
 def main(argv: list[str]) -> int:
     from ringmaster_dist.transport import rendezvous
 
+    log_as_told()
     rank = int(os.environ["RANK"])
     workers = int(os.environ["WORLD_SIZE"]) - 1
     if workers == 0 and "cluster.local_workers=0" not in argv:

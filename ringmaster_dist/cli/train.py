@@ -15,7 +15,7 @@ from ringmaster_dist.cli.options import parse
 from ringmaster_dist.cli.supervisor import local_workers, supervise
 from ringmaster_dist.cli.watch import open_watcher
 from ringmaster_dist.config.compose import compose, continued, same_run, to_typed
-from ringmaster_dist.config.describe import annotated
+from ringmaster_dist.config.describe import annotated, keys_and_choices
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import measured_times
 from ringmaster_dist.config.schema import Config
@@ -35,11 +35,13 @@ up. Slower machines are emulated by pacing (cluster.profile, cluster.unit_second
 replay RUN_DIR then proves it.
 
   resume=RUN_DIR   go on with a run that was stopped, or lost its machine, from its newest good checkpoint. The
-                   configuration is the run's own; budget.*, cluster.*, server.* and checkpoint.* may be given anew.
+                   configuration is the run's own; budget.*, cluster.*, server.*, checkpoint.* and logger.* may be
+                   given anew, except cluster.batch, cluster.threads and server.compute_threads (the bits depend on
+                   them), and budget.updates where step sizes depend on it (method.decay_updates, schedule=theory).
   resume=auto      go on with the run in run.dir if there is one, else begin it: the same line each time, for whatever
                    starts it again. A run that is over stays as it is.
-  cluster.local_workers=0 server.host=ADDRESS server.port=PORT
-                   only serve; the workers come from elsewhere. See docs/cluster.md.
+  cluster.local_workers=0 cluster.workers=N cluster.profile=none server.host=ADDRESS server.port=PORT
+                   only serve; the workers come from elsewhere, as fast as they are. See docs/cluster.md.
 
 The token is made anew for a run, or taken from RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN.
 
@@ -52,7 +54,11 @@ The token is made anew for a run, or taken from RINGMASTER_TOKEN_FILE or RINGMAS
 
 Also
   torchrun --standalone --nproc-per-node=5 -m ringmaster_dist.train [key=value ...]     rank 0 serves, 4 work
+                              with --max-restarts=N also run.dir=DIR: ranks that are started again go on with it
   python -m ringmaster_dist.worker server=$(cat RUN_DIR/address) token_file=RUN_DIR/token    one more worker, any time
+
+Exit code 0: over, or stopped by Ctrl+C or SIGTERM. 1: the server, or every worker, failed each time it was started.
+2: a mistake; the line on stderr says which.
 
 Examples
   ringmaster train method=ringmaster method.threshold=4 run.dir=runs/a && ringmaster replay runs/a
@@ -65,8 +71,7 @@ def main(argv: list[str]) -> int:
     overrides, show = parse([word for word in argv if word not in ("-m", "--multirun")], "train")
     if show == "help":
         print(_HELP)
-        print("Keys and their defaults")
-        print("\n".join(f"  {line}" for line in annotated(compose([], "train")).splitlines()))
+        print(keys_and_choices("train"))
         return 0
     if show == "cfg":
         composed = compose(overrides, "train")

@@ -9,15 +9,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ringmaster_dist.config.compose import config_dir, groups
+from ringmaster_dist.config.compose import compose, config_dir, groups
 
 _LINE = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))? *(?:# (?P<comment>.*))?$")
 
 
-def comments(choices: dict[str, str]) -> dict[str, str]:
-    """The comment of each full key, with these choices of the groups."""
+def comments(choices: dict[str, str], main: str) -> dict[str, str]:
+    """The comment of each full key of the main configuration, with these choices of the groups."""
     found: dict[str, str] = {}
-    for name in ("base", "config", "train"):
+    for name in ("base", main):
         found.update(_comments_of(config_dir() / f"{name}.yaml", ""))
     for group, choice in choices.items():
         found.update(_comments_of(config_dir() / group / f"{choice}.yaml", f"{group}."))
@@ -30,6 +30,16 @@ def headline(path: Path) -> str:
     return next((line[2:] for line in lines if line.startswith("# ") and "@package" not in line), "")
 
 
+def keys_and_choices(main: str) -> str:
+    """For a help text: every choice of every group, and every key with its default."""
+    lines = ["Choices; --cfg job with one of them shows its keys"]
+    for group, options in groups().items():
+        for option in options:
+            lines.append(f"  {group}={option:<22} {headline(config_dir() / group / f'{option}.yaml')}")
+    lines += ["", "Keys and their defaults", *(f"  {line}" for line in annotated(compose([], main)).splitlines())]
+    return "\n".join(lines)
+
+
 def choices_of(composed: DictConfig) -> dict[str, str]:
     """Which file of each group a composed configuration came from."""
     return {name: str(composed[name].name) for name in groups() if name in composed}
@@ -37,7 +47,7 @@ def choices_of(composed: DictConfig) -> dict[str, str]:
 
 def annotated(composed: DictConfig) -> str:
     """The composed configuration as YAML, each key with its comment."""
-    notes = comments(choices_of(composed))
+    notes = comments(choices_of(composed), "train" if "server" in composed else "config")
     rows: list[tuple[str, str]] = []
     _emit(OmegaConf.to_container(composed, resolve=True), "", 0, notes, rows)
     width = min(44, max(len(row) for row, _ in rows))

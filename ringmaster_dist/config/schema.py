@@ -142,7 +142,7 @@ class ServerConfig:
     compute_threads: int = 1
     connect_seconds: float = 10.0
     call_seconds: float = 60.0
-    patience_seconds: float = 60.0
+    patience_seconds: float = 180.0
     farewell_seconds: float = 10.0
 
 

@@ -56,6 +56,8 @@ def validate(config: Config, *, real_time: bool = False) -> None:
     if cluster.profile == "none" and not real_time:
         raise UserError(f"cluster.profile=none: simulated workers need a pace, one of {', '.join(PROFILES)}")
     _one_of("cluster.profile", cluster.profile, (*PROFILES, "file", "none"))
+    if cluster.times is not None and cluster.profile != "file":
+        raise UserError(f"cluster.times={cluster.times} counts only with cluster.profile=file")
     if cluster.profile == "file":
         cluster_seconds(cluster, 1)
     _above("cluster.unit_seconds", cluster.unit_seconds, 0)

@@ -76,7 +76,7 @@ def _names() -> Finding:
         return Finding("interface", True, f"there is no network but loopback ({listed}): one machine alone")
     what = f"is {address}" if address else "has no address"
     return Finding("interface", None, f"the host name {name} {what}: other machines could not reach a server here; to "
-                   f"serve them set TP_SOCKET_IFNAME={outward[0]} (there are: {listed})")  # fmt: skip
+                   f"serve them give server.host an address, not a name (there are: {listed})")  # fmt: skip
 
 
 def interface_addresses() -> dict[str, str]:

@@ -52,14 +52,15 @@ def print_summary(console: Console, summary: dict[str, Any], first_value: float,
         console.print(text, highlight=False, soft_wrap=True)
 
     objective = "gap" if "final_gap" in summary else "loss"
-    last_value = summary[f"final_{objective}"]
+    last_value = summary.get(f"final_{objective}")  # a problem need not evaluate
     meaning = "objective gap f(x) - f*" if objective == "gap" else "loss"
     pushes = summary["pushes"]
     virtual = summary["clock"] == "virtual"
     kind = "simulated" if virtual else "real"
     say()
     say(f"[bold]{summary['method']}[/bold] on {summary['num_workers']} {kind} workers, {summary['profile']} delays")
-    say(f"  {meaning}: {first_value:.4g} -> [bold]{last_value:.4g}[/bold]" + _bits(summary))
+    if last_value is not None:
+        say(f"  {meaning}: {first_value:.4g} -> [bold]{last_value:.4g}[/bold]" + _bits(summary))
     say(
         f"  {summary['updates']:,} updates in {summary['seconds']:,.1f} {'virtual ' if virtual else ''}seconds"
         + (f" ({summary['wall_seconds']:.1f} s on this machine, {summary['engine']} engine)" if virtual else "")

@@ -155,7 +155,7 @@ def simulate(
     ended = "stopped by the user" if should_stop() else "budget"
     summary = _summary(config, problem, core, speeds, simulator, engine, ended, time.perf_counter() - began)
     directory.write_summary(summary)
-    return {**summary, "initial": recorder.rows[0][problem.objective]}
+    return {**summary, "initial": recorder.rows[0].get(problem.objective, math.nan)}
 
 
 def _simulator(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ quiet_environment()
 from ringmaster_dist.config.build import explain_difference  # noqa: E402
 from ringmaster_dist.config.errors import UserError  # noqa: E402
 from ringmaster_dist.config.secret import given_token  # noqa: E402
+from ringmaster_dist.logs import log_as_told  # noqa: E402
 from ringmaster_dist.transport.memory import keep_memory  # noqa: E402
 from ringmaster_dist.transport.star import Client, Unreachable  # noqa: E402
 from ringmaster_dist.worker.job import make_job  # noqa: E402
@@ -28,13 +28,15 @@ there yet, and for one that has gone; the configuration comes from the server. U
 
   torchrun --standalone --nproc-per-node=G -m ringmaster_dist.worker server=HOST:PORT
 
+(which starts all G again when one dies; launch/worker.sh gives each an agent of its own)
+
   server            where the server is; <run.dir>/address on its machine has it. server=@FILE: what FILE says, read
                     at every attempt, for a server that may come back at another place
   token_file        the file with the run's token; else RINGMASTER_TOKEN_FILE names it, or RINGMASTER_TOKEN is it
   slot              whose place in the delay profile it keeps the pace of, where the run is paced (-1: that of its id)
   connect_seconds   it waits this long for a connection (10)
   call_seconds      and this long for an answer, then it connects anew and asks again (60)
-  patience_seconds  it looks for a server that is away for this long, then gives up (60)
+  patience_seconds  it looks for a server that is away for this long, then gives up (180)
 
 RINGMASTER_LOG=INFO says more. Exit code 0: the run is over. 1: the server is lost, or gradients cannot be computed
 here. 2: a mistake, or the server refuses this worker; the line on stderr says why.
@@ -43,9 +45,7 @@ _KEYS = ("server", "token_file", "slot", "connect_seconds", "call_seconds", "pat
 
 
 def main(argv: list[str]) -> int:
-    logging.basicConfig(
-        level=os.environ.get("RINGMASTER_LOG", "WARNING"), format="%(asctime)s %(name)s %(message)s", stream=sys.stderr
-    )
+    log_as_told()
     if "-h" in argv or "--help" in argv:
         print(_HELP)
         return 0
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         given = _parse(argv)
         token = _token(given)
         seconds = {name: float(given.get(name, default)) for name, default in
-                   (("connect_seconds", 10), ("call_seconds", 60), ("patience_seconds", 60))}  # fmt: skip
+                   (("connect_seconds", 10), ("call_seconds", 60), ("patience_seconds", 180))}  # fmt: skip
         slot = int(given.get("slot", -1))
     except (ValueError, UserError) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def work(
     server: str, token: str, make: Callable[[str, int], Job] = make_job, /, *, slot: int = -1,
-    connect_seconds: float = 10.0, call_seconds: float = 60.0, patience_seconds: float = 60.0,
+    connect_seconds: float = 10.0, call_seconds: float = 60.0, patience_seconds: float = 180.0,
 ) -> int:  # fmt: skip
     """Works until the run is over; returns the exit code."""
     keep_memory()

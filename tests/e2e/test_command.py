@@ -218,6 +218,12 @@ def test_your_own_model_as_the_readme_says(tmp_path):
     summary = json.loads((tmp_path / "runs/mine/summary.json").read_text())
     first = json.loads((tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()[0])
     assert summary["final_loss"] < 0.7 * first["loss"]
+    (tmp_path / "silent.py").write_text(code.replace("evaluate=evaluate, ", ""))  # a problem need not evaluate
+    for command in ("train", "simulate"):
+        silent = ringmaster(command, "problem=python", "problem.target=silent:factory", "cluster.workers=2",
+                            "budget.updates=20", cwd=tmp_path)  # fmt: skip
+        assert silent.returncode == 0, silent.stderr
+        assert "20 updates" in silent.stdout
     wrong = ringmaster("train", "problem=python", "problem.target=my_problem:nothing", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "cannot be imported" in wrong.stderr

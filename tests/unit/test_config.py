@@ -118,6 +118,7 @@ def test_printed_configuration_loads_back():
         (["problem.noise=-1"], ["problem.noise=-1"]),
         (["geometry.matrix=nuclear"], ["geometry.matrix=nuclear", "spectral"]),
         (["geometry.orthogonalization=qr"], ["qr", "polar_express"]),
+        (["cluster.times=[1,2]"], ["cluster.profile=file"]),
         (["geometry.precision=float16"], ["geometry.precision", "bfloat16"]),
         (["method.decay_updates=5"], ["method.decay_updates=5", "not set"]),
         (["method.schedule=theory"], ["theory", "budget.updates"]),
