@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ class Receipt(NamedTuple):
 
 # Programs that speak different versions of these words refuse each other.
 PROTOCOL_VERSION = 2
+_MOST = 2**62  # of anything that is counted
 
 
 class JoinRequest(NamedTuple):
@@ -44,6 +46,10 @@ class JoinRequest(NamedTuple):
     protocol_version: int
     token: str  # the run's secret
     slot: int  # which place of the delay profile it paces itself by; -1: its own id
+
+    def is_well_formed(self) -> bool:
+        """Whether its parts are what they should be; a peer may send anything."""
+        return type(self.protocol_version) is int and type(self.token) is str and type(self.slot) is int
 
 
 class Welcome(NamedTuple):
@@ -64,6 +70,9 @@ class Interruptions(NamedTuple):
     num: int = 0
     seconds: float = 0.0  # spent on it
 
+    def is_well_formed(self) -> bool:
+        return _is_count(self.num) and _is_duration(self.seconds)
+
 
 class Push(NamedTuple):
     """A finished gradient."""
@@ -76,12 +85,20 @@ class Push(NamedTuple):
     term: int = 0  # of the snapshot it was computed at
 
     def is_well_formed(self) -> bool:
-        """Whether its parts are what they should be; a peer may send anything."""
         return (
-            all(type(number) is int for number in (self.sequence, self.gradient_version, self.term))
-            and all(type(number) is float for number in (self.loss, self.compute_seconds))
+            all(_is_count(number) for number in (self.sequence, self.gradient_version, self.term))
+            and type(self.loss) is float
+            and _is_duration(self.compute_seconds)
             and isinstance(self.gradient, torch.Tensor)
         )
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and -_MOST <= number <= _MOST
+
+
+def _is_duration(number: object) -> bool:
+    return type(number) is float and 0.0 <= number < math.inf
 
 
 class Reply(NamedTuple):

@@ -32,7 +32,7 @@ class Ends:
         self._buffers: dict[torch.dtype, Buffers] = {}
 
     def pack_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        return self._to(gradient, self._gradient_dtype)
+        return self._to(gradient.detach(), self._gradient_dtype)
 
     def pack_iterate(self, iterate: torch.Tensor) -> torch.Tensor:
         return self._to(iterate, self._iterate_dtype)

@@ -33,7 +33,7 @@ class Injector:
         self.seconds = 0.0  # from the first update to the end
         self._began: float | None = None
         self._stopped: list[tuple[float, int]] = []  # who sleeps, and until when
-        self._ended = False
+        self.is_over = False
 
     def tick(self, server: int | None, workers: Sequence[int | None]) -> None:
         """With the process ids of who is alive; None for who is not."""
@@ -46,11 +46,11 @@ class Injector:
             self._stopped.remove((until, pid))
             _signal(pid, signal.SIGCONT)
         elapsed = now - self._began
-        if elapsed >= self._seconds and not self._ended:
-            self._ended, self.seconds = True, elapsed
+        if elapsed >= self._seconds and not self.is_over:
+            self.is_over, self.seconds = True, elapsed
             self.release()
             self._end()
-        due = [fault for fault in self._faults if fault.at_seconds <= elapsed] if not self._ended else []
+        due = [fault for fault in self._faults if fault.at_seconds <= elapsed] if not self.is_over else []
         for fault in due:
             victim = server if fault.slot < 0 else workers[fault.slot]
             asleep = {pid for _, pid in self._stopped}

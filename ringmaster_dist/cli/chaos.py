@@ -76,6 +76,8 @@ def _train(path: Path, overrides: list[str], seconds: float, plan: Callable[[int
         code = supervise(config, directory, work=partial(_suffer, str(path / "faults.jsonl")), watch=watch)
     finally:
         injector.release()
+    if code == 0 and not injector.is_over:
+        raise UserError(f"the run in {path} was stopped before its time: there is nothing to account for")
     if code != 0:
         raise UserError(f"the run in {path} ended with code {code} at version {last_version(path)}: see processes.log")
     return injector

@@ -28,7 +28,7 @@ from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError, export_weights
 from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.protocol import Push, Receipt
-from ringmaster_dist.server.checkpoints import Checkpoints
+from ringmaster_dist.server.checkpoints import Checkpoints, Unusable
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
 
@@ -124,17 +124,11 @@ class CheckpointWriter:
             return
         self.on_written(path)
 
-    def write_last(self, service: Service) -> None:
-        try:
-            state = service.capture()
-        except OSError as error:
-            log.warning("server v=%d: THE LAST CHECKPOINT WAS NOT WRITTEN: %s", self._core.version, error)
-        else:
-            self.write(state)
-
-    def wait(self) -> None:
+    def write_last(self, state: dict[str, Any]) -> None:
+        """After the one that is being written."""
         if self._thread is not None:
             self._thread.join()
+        self.write(state)
 
 
 def serve(
@@ -167,7 +161,7 @@ def serve(
     fingerprint = build_fingerprint(core.update.layout, problem)
     service = Service(
         core, _settings(config, config_text, fingerprint, token), journal,
-        state=state, checkpoint_due=writer.due, save=writer.submit,
+        state=state, checkpoint_due=writer.due, save=writer.submit, save_last=writer.write_last,
     )  # fmt: skip
     host = _listen(service, config, directory)
     service.start()
@@ -195,8 +189,6 @@ def serve(
     if service.failure is not None:
         raise RuntimeError("the server could not go on; its last words are above") from service.failure
     stopped = should_stop()
-    writer.wait()
-    writer.write_last(service)  # first of all: what comes now may take long, and whoever waits may lose patience
     evaluation = problem.evaluate(core.snapshot.iterate)
     row = metrics.row(service, evaluation, host.num_connected)
     journal.metrics.write(row)
@@ -238,7 +230,10 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
         return "" if directory.has_sizes(state["files"]) else "the trace is shorter than it was then"
 
     earlier = directory.read_terms()
-    found = checkpoints.newest(fits)
+    try:
+        found = checkpoints.newest(fits)
+    except Unusable as error:
+        raise UserError(f"{error}. To begin anew: another run.dir, or run.overwrite=true") from error
     if found:
         core.load_state_dict(found[1])
     if earlier:

@@ -6,6 +6,7 @@ Each is a process of its own: what happens to one does not touch the others. The
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -19,7 +20,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.logs import log_as_told
 from ringmaster_dist.observe.run_directory import RunDirectory
 
-_START_SECONDS = 60.0
+_START_SECONDS = 30.0
 _TICK_SECONDS = 0.05
 _RESTART_SECONDS = 0.5
 _LAST_SECONDS = 2.0
@@ -91,7 +92,9 @@ def supervise(
     try:
         with stop_signals() as asked:
             server.tend()
-            if not _has_an_address(server, directory):
+            if not _has_an_address(server, directory, asked):
+                if server.process and server.exit_code is None:
+                    server.process.terminate()
                 return server.exit_code or 1
             where = f"@{directory.path.resolve() / 'address'}"  # a server that is started again may be elsewhere
             workers = [
@@ -131,12 +134,17 @@ def timeouts(config: Config) -> dict[str, float]:
     return {name: getattr(config.server, name) for name in names}
 
 
-def _has_an_address(server: Place, directory: RunDirectory) -> bool:
+def _has_an_address(server: Place, directory: RunDirectory, asked: Callable[[], bool]) -> bool:
     """Waits until the server has said where it listens; False if it ends before. A resumed run has said so before."""
-    deadline = time.monotonic() + _START_SECONDS
+    say_at = time.monotonic() + _START_SECONDS
     while not directory.read("address"):
-        if server.exit_code is not None or time.monotonic() > deadline:
+        if server.exit_code is not None or asked():
             return False
+        if time.monotonic() > say_at:
+            say_at = math.inf
+            print(
+                f"the server is not ready after {_START_SECONDS:.0f} s: still waiting, Ctrl+C ends it", file=sys.stderr
+            )
         time.sleep(_TICK_SECONDS)
     return True
 

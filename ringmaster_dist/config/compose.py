@@ -10,7 +10,7 @@ import difflib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -107,9 +107,10 @@ def same_run(directory: Path, composed: DictConfig) -> None:
     """Raises `UserError` where the run in a directory was begun with what may not change when it goes on."""
     before = OmegaConf.load(directory / "config.yaml")
     assert isinstance(before, DictConfig)
-    for section in set(composed) | set(before):
-        old, new = (OmegaConf.to_container(c.get(section)) if c.get(section) else {} for c in (before, composed))
-        if not isinstance(old, dict) or not isinstance(new, dict):
+    then, now = (cast("dict[str, Any]", OmegaConf.to_container(config)) for config in (before, composed))
+    for section in set(then) | set(now):
+        old, new = then.get(section, {}), now.get(section, {})
+        if not isinstance(old, dict) or not isinstance(new, dict):  # watch, resume: of the call, not of the run
             continue
         for key in set(old) | set(new):
             if section in _MAY_CHANGE and f"{section}.{key}" not in _MAY_NOT:

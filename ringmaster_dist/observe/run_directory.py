@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,7 @@ _FILES = ("config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json")
 _REAL_FILES = ("members.jsonl", "thresholds.jsonl", "terms.jsonl", "final.safetensors", "address", "token", "wandb.id")
 _FOLDERS = ("checkpoints", "report", "wandb")
 _BYTES_PER_WRITE = 1 << 16
+_LOOKED_AT_SECONDS = 1.0  # who only looks whether the directory is in use holds its lock for less
 log = logging.getLogger(__name__)
 
 _JSON_VERDICT = {verdict: json.dumps(verdict.value) for verdict in Verdict}
@@ -91,10 +93,15 @@ class RunDirectory:
     def lock(self) -> None:
         """Makes this process the only one that writes the run, until it ends."""
         self._lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunDirectoryError(f"another server is at work in {self.path}: let it end first") from error
+        deadline = time.monotonic() + _LOOKED_AT_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise RunDirectoryError(f"another server is at work in {self.path}: let it end first") from error
+                time.sleep(0.05)
 
     def refuse_if_in_use(self) -> None:
         """For who is about to change what is there: raises while a server is at work in it."""

@@ -7,10 +7,8 @@ is JSON in its metadata.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,11 +18,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ringmaster_dist.files import sha256_of, to_disk
+
 log = logging.getLogger(__name__)
 
 FORMAT = "ringmaster checkpoint 1"
 _NAME = re.compile(r"term-(\d+)_push-(\d+)_version-(\d+)_([0-9a-f]{16})\.safetensors")
-_CHUNK_BYTES = 1 << 20
+
+
+class Unusable(Exception):
+    """There are checkpoints, and none of them can be gone on from."""
 
 
 class Checkpoints:
@@ -41,10 +44,10 @@ class Checkpoints:
         temporary = self._folder / ".writing"
         try:
             save_file(tensors, temporary, metadata={"format": FORMAT, "state": json.dumps(rest)})
-            _flush(temporary)
-            name = f"term-{term:04d}_push-{pushes:09d}_version-{version:09d}_{_digest(temporary)}.safetensors"
+            to_disk(temporary)
+            name = f"term-{term:04d}_push-{pushes:09d}_version-{version:09d}_{sha256_of(temporary)[:16]}.safetensors"
             path = temporary.replace(self._folder / name)
-            _flush(self._folder)
+            to_disk(self._folder)
         except SafetensorError as error:  # how the library reports what the disk said
             raise OSError(str(error)) from error
         finally:
@@ -58,21 +61,28 @@ class Checkpoints:
     def newest(
         self, fits: Callable[[Mapping[str, Any]], str] = lambda state: "", *, rename: bool = True
     ) -> tuple[Path, dict[str, Any]] | None:
-        """The newest good one. ``fits`` says what is wrong with a state, if anything.
+        """The newest good one; None where there is none at all. ``fits`` says what is wrong with a state, if anything.
 
-        For who goes on from it, one that is passed over is renamed: what is written from now on may contradict it.
+        For who goes on from it, newer ones that are passed over are renamed: what is written from now on may contradict
+        them. Raises `Unusable` where there are some and none is good, OSError where one cannot be read now: to begin
+        anew would be to throw away what they, or a better moment, may still give back.
         """
+        passed_over: dict[Path, str] = {}
         for path in reversed(self._paths()):
             try:
                 state = read(path)
                 problem = fits(state)
-            except (OSError, ValueError, KeyError, SafetensorError) as error:
+            except (ValueError, KeyError, SafetensorError) as error:
                 problem = str(error)
             if not problem:
+                for damaged in passed_over if rename else ():
+                    damaged.replace(damaged.with_suffix(".damaged"))
                 return path, state
             log.warning("checkpoint %s is passed over: %s", path.name, problem)
-            if rename:
-                path.replace(path.with_suffix(".damaged"))
+            passed_over[path] = problem
+        if passed_over:
+            path, problem = next(iter(passed_over.items()))
+            raise Unusable(f"no checkpoint in {self._folder} can be used; of the newest, {path.name}: {problem}")
         return None
 
     def _paths(self) -> list[Path]:
@@ -87,26 +97,10 @@ class Checkpoints:
 def read(path: Path) -> dict[str, Any]:
     """The state in a file. Raises ValueError with the reason if it is not a whole checkpoint."""
     match = _NAME.fullmatch(path.name)
-    if match is not None and _digest(path) != match[4]:
+    if match is not None and sha256_of(path)[:16] != match[4]:
         raise ValueError("its content is not what its name says: it is torn or was altered")
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise ValueError(f"it is not a {FORMAT!r}")
         return {**json.loads(metadata["state"]), **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()[:16]
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -231,6 +231,8 @@ class ServerCore:
             return f"the gradient has shape {tuple(gradient.shape)}, the iterate {tuple(iterate.shape)}"
         if gradient.dtype != expected:
             return f"the gradient is {gradient.dtype}, not {expected}"
+        if gradient.requires_grad or gradient.layout is not torch.strided:
+            return f"the gradient is not a plain tensor of numbers ({gradient.layout}, {gradient.requires_grad=})"
         if gradient.device != iterate.device:
             return f"the gradient is on {gradient.device}, the iterate on {iterate.device}"
         # One cheap pass: a NaN or Inf always spoils the sum. A sum can also overflow, so ask again if it did.

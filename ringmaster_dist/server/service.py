@@ -89,22 +89,26 @@ class Service:
         state: Mapping[str, Any] | None = None,
         checkpoint_due: Callable[[int], bool] = lambda version: False,
         save: Callable[[dict[str, Any]], None] = lambda state: None,
+        save_last: Callable[[dict[str, Any]], None] = lambda state: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``state`` is what `capture` gave in an earlier term; ``save`` gets one when ``checkpoint_due`` says so."""
+        """``save`` gets the whole state when ``checkpoint_due`` says so, ``save_last`` at the end, before anybody is
+        told of it: a server that is lost in between finds its workers still there. ``state`` is one of an earlier term.
+        """
         self.core = core
         self.meter = Meter()
         self.ended = threading.Event()  # nothing changes any more
         self.failure: BaseException | None = None  # what has ended one of its threads, if anything: so it ended too
         self._settings, self._journal, self._clock = settings, journal, clock
-        self._checkpoint_due, self._save = checkpoint_due, save
+        self._checkpoint_due, self._save, self._save_last = checkpoint_due, save, save_last
         self._wire = Ends(settings.wire, core.update.layout.size, core.update.dtype)
         core.allocate, core.allocate_rounded = self._wire.empty, self._wire.empty_rounded
         self._outgoing = self._wire.pack(core.snapshot)  # what is sent to workers
         self._first_join: float | None = None
         self._began: float | None = None  # when it started
         self._earlier_seconds = 0.0  # in earlier terms
-        self._ending = False  # no more verdicts; what was decided is still computed
+        self._ending = False  # no more verdicts; what was decided is still computed, and saved
+        self._told = False  # whoever calls hears that it is over
         self._ended_at: float | None = None
         self._lock = threading.Lock()
         self._decided = threading.Condition(self._lock)
@@ -139,7 +143,7 @@ class Service:
             thread.start()
 
     def end(self) -> None:
-        """Ends the run: whoever waits or calls is told. `ended` is set when the last update is computed."""
+        """Ends the run. Who waits or calls is told when the last update is computed and saved; then `ended` is set."""
         with self._lock:
             self._end()
 
@@ -157,12 +161,13 @@ class Service:
     # --- the state -------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """Everything a server started later needs. What was decided is computed first, with the pushes held back."""
-        assert self.ended.is_set() or not self._threads[1].is_alive(), "somebody else is computing"
+        """Everything a server started later needs, for who drives this object without its threads."""
+        assert not self._threads[1].is_alive(), "somebody else is computing"
         with self._lock:
             return self._capture()
 
     def _capture(self) -> dict[str, Any]:
+        """What was decided is computed first, with the pushes held back."""
         self.core.settle()
         service = {
             "seconds": self.seconds,
@@ -200,7 +205,7 @@ class Service:
         answers = Answers()
         with self._lock:
             welcome = self._admit(request)
-            if welcome.session and self._began is None:
+            if (welcome.session and self._began is None) or (self._ending and not self._told):
                 self._waiting.add_join(future, welcome)
                 self._start_if_due(answers)
             else:
@@ -211,14 +216,16 @@ class Service:
     def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply:
         """The newest snapshot for a worker that has stopped what it did. ``interruptions`` is its total so far."""
         with self._lock:
-            worker = self._members.caller(session) if isinstance(interruptions, Interruptions) else None
+            worker = self._caller(session)
             if worker is None:
-                return Reply(None, None, self._ending, unknown=True)
+                return Reply(None, None, self._told, unknown=True)
+            if not (isinstance(interruptions, Interruptions) and interruptions.is_well_formed()):
+                return Reply(None, None, evicted="what it fetched with is not a count of interruptions")
             self.workers[worker].interruptions = interruptions
             known = (term, known_version) == (self._outgoing.term, self._outgoing.version)
             if not known:
                 self.meter.sent(self._outgoing)
-            return Reply(None, None if known else self._outgoing, self._ending)
+            return Reply(None, None if known else self._outgoing, self._told)
 
     def push(self, session: str, push: Push) -> torch.futures.Future[Reply]:
         """Answered with the verdict and the snapshot to go on from.
@@ -229,7 +236,7 @@ class Service:
         future: torch.futures.Future[Reply] = torch.futures.Future()
         answers = Answers()
         fault = None
-        if not push.is_well_formed():
+        if not (isinstance(push, Push) and push.is_well_formed()):
             answers.add(future, Reply(None, None, evicted="what it pushed is not a push"))
             answers.send()
             return future
@@ -238,9 +245,11 @@ class Service:
         asked = time.perf_counter()
         with self._lock:
             self.meter.pushed(time.perf_counter() - asked, push.gradient.nbytes)
-            worker = self._members.caller(session)
-            if worker is None or self._ending:
-                answers.add(future, Reply(None, None, self._ending, unknown=worker is None))
+            worker = self._caller(session)
+            if worker is None or self._told:
+                answers.add(future, Reply(None, None, self._told, unknown=worker is None))
+            elif self._ending:
+                self._waiting.add_late(future)
             elif self._came_late(worker, push):
                 answers.add(future, Reply(None, self._outgoing))
             else:
@@ -252,8 +261,8 @@ class Service:
         future: torch.futures.Future[Staleness] = torch.futures.Future()
         answers = Answers()
         with self._lock:
-            worker = self._members.caller(session) if type(term) is type(version) is int else None
-            if self._ending:
+            worker = self._caller(session) if type(term) is type(version) is int else None
+            if self._told:
                 answers.add(future, Staleness.ENDED)
             elif worker is None:
                 answers.add(future, Staleness.UNKNOWN)
@@ -266,7 +275,7 @@ class Service:
     def leave(self, session: str) -> None:
         answers = Answers()
         with self._lock:
-            worker = self._members.caller(session)
+            worker = self._caller(session)
             if worker is not None:
                 self._remove(worker, "left", answers)
                 self._members.forget_session(worker)
@@ -274,7 +283,17 @@ class Service:
 
     # --- under the lock --------------------------------------------------------------------------------------
 
+    def _caller(self, session: str) -> int | None:
+        """Whose session it is. Sessions are given when the run begins: with one of an earlier term a worker says that
+        it has begun, also to a server that was lost before its first checkpoint and knows nothing."""
+        worker = self._members.caller(session)
+        if worker is not None and self._began is None:
+            self._began = self._clock()
+        return worker
+
     def _admit(self, request: JoinRequest) -> Welcome:
+        if not (isinstance(request, JoinRequest) and request.is_well_formed()):
+            return _refused("what it joined with is not a request to join")
         if request.protocol_version != PROTOCOL_VERSION:
             return _refused(f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}")
         if not hmac.compare_digest(request.token.encode(), self._settings.token.encode()):
@@ -294,14 +313,16 @@ class Service:
 
     def _start_if_due(self, answers: Answers) -> None:
         """Starts the run's clock, and everybody at once, when all who are expected have joined or time is up."""
-        if self._began is not None or self._first_join is None:
+        if self._ending or not self._waiting.num_joins:
             return
-        now, settings = self._clock(), self._settings
-        if self._waiting.num_joins < settings.expected_workers and now - self._first_join < settings.start_seconds:
-            return
-        self._began = now
+        if self._began is None:
+            now, settings = self._clock(), self._settings
+            waited = now - (self._first_join or now)
+            if self._waiting.num_joins < settings.expected_workers and waited < settings.start_seconds:
+                return
+            self._began = now
+            self._members.renew_all(now)
         self._waiting.answer_joins(answers)
-        self._members.renew_all(now)
 
     def _came_late(self, worker: int, push: Push) -> bool:
         """Whether it has been answered before: a worker goes on to its next sequence only then. This one was under way
@@ -366,8 +387,8 @@ class Service:
             self._decided.notify()
 
     def _finish(self, answers: Answers) -> None:
-        """After the last update: everybody is told."""
-        self._ended_at = self._clock()
+        """Everybody is told."""
+        self._told = True
         self._waiting.finish(answers)
         self._check_all_left()
 
@@ -406,11 +427,17 @@ class Service:
             answers.send()
             if state is not None:
                 self._save(state)
+        with self._lock:
+            if not self._ending or core.decided or self._told:
+                return
+            self._ended_at = self._clock()
+            state = self._try_to_capture()
+        if state is not None:
+            self._save_last(state)
         answers = Answers()
         with self._lock:
-            if self._ending and not core.decided and not self.ended.is_set():
-                self._finish(answers)
-                self.ended.set()
+            self._finish(answers)
+        self.ended.set()
         answers.send()
 
     def _watch(self) -> None:

@@ -45,6 +45,7 @@ class Waiting:
         self._meter = meter
         self._joins: list[tuple[torch.futures.Future[Welcome], Welcome]] = []
         self._pushes: list[tuple[torch.futures.Future[Reply], Receipt]] = []
+        self._late: list[torch.futures.Future[Reply]] = []
         self._polls: dict[int, _Poll] = {}
 
     @property
@@ -56,6 +57,10 @@ class Waiting:
 
     def add_push(self, future: torch.futures.Future[Reply], receipt: Receipt) -> None:
         self._pushes.append((future, receipt))
+
+    def add_late(self, future: torch.futures.Future[Reply]) -> None:
+        """A push after the last verdict: it is only told that the run is over."""
+        self._late.append(future)
 
     def add_poll(
         self, worker: int, term: int, version: int, future: torch.futures.Future[Staleness], now: float,
@@ -104,7 +109,10 @@ class Waiting:
         self.answer_joins(answers)  # their first call will tell them
         for pushed, receipt in self._pushes:
             answers.add(pushed, Reply(receipt, None, ended=True))
+        for late in self._late:
+            answers.add(late, Reply(None, None, ended=True))
         for poll in self._polls.values():
             answers.add(poll.future, Staleness.ENDED)
         self._pushes.clear()
+        self._late.clear()
         self._polls.clear()

@@ -149,7 +149,7 @@ class Simulator:
         assert self._wanted is not None, "a gradient was accepted whose iterate was forgotten"
         iterate, worker, sequence = self._wanted
         gradient, self._loss = self.problem.gradient(iterate, self._seed, worker, sequence)
-        return gradient
+        return gradient.detach() if gradient.requires_grad else gradient
 
     def _version_advanced(self, previous: int) -> None:
         core = self.core

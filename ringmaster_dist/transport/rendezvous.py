@@ -1,4 +1,7 @@
-"""How the ranks of one torchrun find the server that rank 0 has started: through torchrun's own store."""
+"""How the ranks of one torchrun find the server that rank 0 has started: through torchrun's own store.
+
+The store outlives the ranks when torchrun starts them again, so it also tells rank 0 which run it had begun.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,29 @@ from typing import Any
 
 import torch.distributed as dist
 
-_KEY = "ringmaster/server"
+_SERVER, _BEGUN = "ringmaster/server", "ringmaster/begun"
 
 
-def _store(timeout_seconds: float) -> dist.Store:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-    is_master = not by_agent and os.environ["RANK"] == "0"
-    timeout = timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
-    return dist.PrefixStore(f"attempt/{attempt}", store)
+class Rendezvous:
+    def __init__(self, timeout_seconds: float) -> None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+        is_master = not by_agent and os.environ["RANK"] == "0"
+        timeout = timedelta(seconds=timeout_seconds)
+        self._store = dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
 
+    def publish(self, facts: Mapping[str, Any]) -> None:
+        """Rank 0 says what a worker needs to know."""
+        self._store.set(_SERVER, json.dumps(facts))
 
-def publish(facts: Mapping[str, Any]) -> dist.Store:
-    """Rank 0 says what a worker needs to know. Keep what is returned: without an agent it is the store itself."""
-    store = _store(60.0)
-    store.set(_KEY, json.dumps(facts))
-    return store
+    def find(self) -> dict[str, Any]:
+        """What rank 0 has published last; waits for the first."""
+        facts: dict[str, Any] = json.loads(self._store.get(_SERVER))
+        return facts
 
+    def begin(self, directory: str) -> None:
+        self._store.set(_BEGUN, directory)
 
-def find(timeout_seconds: float) -> dict[str, Any]:
-    """What rank 0 has published; waits for it."""
-    facts: dict[str, Any] = json.loads(_store(timeout_seconds).get(_KEY))
-    return facts
+    def begun(self) -> str:
+        """The directory of the run that this torchrun has begun; empty if it has not."""
+        return self._store.get(_BEGUN).decode() if self._store.check([_BEGUN]) else ""

@@ -34,6 +34,10 @@ class Unreachable(Exception):
     """The server cannot be reached; the message says where it was looked for."""
 
 
+class Misunderstood(Exception):
+    """The server was reached and could make nothing of the call: asking again will not help."""
+
+
 def check_assumptions() -> None:
     """Raises with the name of the first private part of torch that is not there."""
     from torch._C import _distributed_autograd, _distributed_rpc
@@ -183,5 +187,14 @@ class Client:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return rpc.rpc_sync(_SERVER, function, args=arguments, timeout=self._seconds)
-        except RuntimeError as error:
+        except Exception as error:
+            text = str(error)
+            if "On WorkerInfo(" in text or text.startswith("Error on Node"):  # its own words, not the network's
+                raise Misunderstood(f"the server at {self._server} cannot take the call: {_gist(text)}") from error
             raise Unreachable(f"lost the server at {self._server}") from error
+
+
+def _gist(text: str) -> str:
+    """The line of a remote error that says what it was."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "On WorkerInfo(" not in line), lines[0])

@@ -9,8 +9,10 @@ cases alone.
 from __future__ import annotations
 
 import builtins
+import io
 import pickle
-from typing import Any
+import pickletools
+from typing import IO, Any
 
 from torch.distributed.rpc import internal
 
@@ -31,6 +33,15 @@ def _only_what_is_known(owner: object, name: str) -> Any:
 
 
 class RestrictedUnpickler(pickle.Unpickler):
+    """Also without the one instruction that sets attributes, of a class too: nothing of ours is pickled with it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        message = file.read()
+        for instruction, _, _ in pickletools.genops(message):
+            if instruction.name == "BUILD":
+                raise pickle.UnpicklingError("refused: a message that sets attributes")
+        super().__init__(io.BytesIO(message))
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "ringmaster_dist.transport.surface" and name in _CALLS:
             from ringmaster_dist.transport import surface

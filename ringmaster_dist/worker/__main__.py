@@ -17,7 +17,7 @@ from ringmaster_dist.config.errors import UserError  # noqa: E402
 from ringmaster_dist.config.secret import given_token  # noqa: E402
 from ringmaster_dist.logs import log_as_told  # noqa: E402
 from ringmaster_dist.transport.memory import keep_memory  # noqa: E402
-from ringmaster_dist.transport.star import Client, Unreachable  # noqa: E402
+from ringmaster_dist.transport.star import Client, Misunderstood, Unreachable  # noqa: E402
 from ringmaster_dist.worker.job import make_job  # noqa: E402
 from ringmaster_dist.worker.loop import Failed, Job, Lost, Refused, Worker  # noqa: E402
 
@@ -62,14 +62,18 @@ def main(argv: list[str]) -> int:
 
 
 def work(
-    server: str, token: str, make: Callable[[str, int], Job] = make_job, /, *, slot: int = -1,
+    server: str | Callable[[], str], token: str, make: Callable[[str, int], Job] = make_job, /, *, slot: int = -1,
     connect_seconds: float = 10.0, call_seconds: float = 60.0, patience_seconds: float = 180.0,
 ) -> int:  # fmt: skip
-    """Works until the run is over; returns the exit code."""
+    """Works until the run is over; returns the exit code. ``server`` is an address, @FILE, or who knows one."""
     keep_memory()
 
+    where = ""
+
     def connect() -> Client:
-        return Client(_where(server), connect_seconds=connect_seconds, call_seconds=call_seconds)
+        nonlocal where
+        where = _where(server) if isinstance(server, str) else server()
+        return Client(where, connect_seconds=connect_seconds, call_seconds=call_seconds)
 
     worker = Worker(
         connect, Unreachable, make, token=token, slot=slot, patience_seconds=patience_seconds,
@@ -78,12 +82,12 @@ def work(
     try:
         worker.run()
     except Refused as error:
-        print(f"ringmaster worker: the server at {server} refused: {error}", file=sys.stderr)
+        print(f"ringmaster worker: the server at {where} refused: {error}", file=sys.stderr)
         return 2
     except UserError as error:
-        print(f"ringmaster worker: the run at {server} cannot be joined from here: {error}", file=sys.stderr)
+        print(f"ringmaster worker: the run at {where} cannot be joined from here: {error}", file=sys.stderr)
         return 2
-    except (Lost, Failed) as error:
+    except (Lost, Failed, Misunderstood) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # the server counts it out when its lease ends

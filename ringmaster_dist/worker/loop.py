@@ -153,7 +153,7 @@ class Worker:
             else:
                 gradient, loss = computed
                 packed = job.wire.pack_gradient(gradient)
-                push = Push(sequence, snapshot.version, packed, loss, seconds, snapshot.term)
+                push = Push(sequence, snapshot.version, packed, float(loss), seconds, snapshot.term)
                 reply = self._push(session, push)
             sequence += 1
             if reply.evicted:

@@ -145,9 +145,31 @@ def test_other_packages_and_other_data_are_refused_with_the_reason(tmp_path, mon
         run.wait()
 
 
+CARELESS_PROBLEM = """
+import numpy
+from ringmaster_dist.problems.quadratic import Quadratic
+class Careless(Quadratic):
+    def gradient(self, *arguments):
+        gradient, loss = super().gradient(*arguments)
+        return gradient.clone().requires_grad_(), numpy.float64(loss)
+def factory(seed, device):
+    return Careless(20, 0.01)
+"""
+
+
+def test_what_a_careless_problem_returns_is_put_right(tmp_path, monkeypatch):
+    """A gradient with its graph, a number of numpy's: neither ends a server or leaves a worker asking for ever."""
+    (tmp_path / "careless.py").write_text(CARELESS_PROBLEM)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    problem = ["problem=python", "problem.target=careless:factory", f"run.dir={tmp_path}/run", "run.report=false"]
+    with Run(tmp_path / "run", *problem, "budget.updates=20", "resume=null") as run:
+        assert check_finished(run)["updates"] == 20
+
+
 def test_the_same_line_begins_goes_on_and_leaves_alone(tmp_path):
     """resume=auto, for whatever starts a server again and again."""
-    line = [f"run.dir={tmp_path}/run", *QUICK, "resume=auto"]
+    line = [f"run.dir={tmp_path}/run", *QUICK, "resume=auto", "watch=true"]
     again = [sys.executable, "-m", "ringmaster_dist", "train", *line]
     with Run(tmp_path / "run", *line, "budget.updates=10000") as run:
         until(lambda: run.version() > 5, "the run goes on")

@@ -356,6 +356,13 @@ def test_torchrun_goes_on_when_it_has_started_all_ranks_again(tmp_path):
     assert json.loads((run / "summary.json").read_text())["updates"] == 600
     assert len((run / "terms.jsonl").read_text().splitlines()) == 2
     assert replay(run).returncode == 0
+    before = (run / "summary.json").read_text()
+    other = subprocess.run(
+        [*command, "method=rennala", "budget.updates=900"], capture_output=True, text=True, timeout=120
+    )
+    assert other.returncode != 0  # however often torchrun tries: that is another run
+    assert "already holds a run" in other.stderr
+    assert (run / "summary.json").read_text() == before
 
 
 def test_no_orphan_when_the_supervisor_is_killed(tmp_path):

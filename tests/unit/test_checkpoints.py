@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from ringmaster_dist.server.checkpoints import Checkpoints, read
+from ringmaster_dist.server.checkpoints import Checkpoints, Unusable, read
 
 
 def state(version):
@@ -81,6 +81,23 @@ def test_one_that_does_not_fit_is_passed_over(tmp_path, caplog):
     found = store.newest(lambda state: "it is of another model" if state["version"] == 10 else "")
     assert found[1]["version"] == 5
     assert "another model" in caplog.text
+
+
+def test_to_begin_anew_is_not_a_way_out(tmp_path, monkeypatch):
+    """Where none is good, or none can be read just now, nothing is touched: a person, or a better moment, may help."""
+    store = Checkpoints(tmp_path)
+    paths = [save(store, version) for version in (5, 10)]
+    with pytest.raises(Unusable, match="another model"):
+        store.newest(lambda state: "it is of another model")
+    assert all(path.exists() for path in paths)
+
+    def no_more_files(path):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("ringmaster_dist.server.checkpoints.sha256_of", no_more_files)
+    with pytest.raises(OSError, match="Too many open files"):
+        store.newest()
+    assert all(path.exists() for path in paths)
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path):

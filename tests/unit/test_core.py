@@ -72,6 +72,8 @@ def test_a_repeated_push_gets_its_first_answer_and_changes_nothing():
     ("push", "reason"),
     [
         ((0, 5, 0, lambda: torch.full((LAYOUT.size,), math.nan)), "NaN"),
+        ((0, 5, 0, lambda: torch.ones(LAYOUT.size, requires_grad=True)), "not a plain tensor"),
+        ((0, 5, 0, lambda: torch.ones(LAYOUT.size).to_sparse()), "not a plain tensor"),
         ((0, 5, 0, lambda: torch.full((LAYOUT.size,), -math.inf)), "Inf"),
         ((0, 5, 0, lambda: torch.zeros(LAYOUT.size + 1)), "shape"),
         ((0, 5, 0, lambda: torch.zeros(1, LAYOUT.size)), "shape"),

@@ -1,8 +1,10 @@
 """Downloads against a server that misbehaves: breaks off, sends garbage, answers 404, is slow."""
 
 import hashlib
+import multiprocessing
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow
@@ -68,6 +70,14 @@ def server():
 
 def get(server, path, **settings):
     return fetch(f"{server.url}/file", path, pause_seconds=0.01, **settings)
+
+
+def test_several_may_ask_at_once(server, tmp_path):
+    """The workers of a machine: one fetches, the others wait for it."""
+    with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
+        got = [pool.submit(fetch, f"{server.url}/file", tmp_path / "file", pause_seconds=0.01) for _ in range(4)]
+        assert all(future.result(timeout=60).read_bytes() == CONTENT for future in got)
+    assert len(server.asked) == 1
 
 
 def test_a_file_arrives_and_is_not_fetched_again(server, tmp_path):

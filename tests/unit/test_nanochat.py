@@ -277,11 +277,11 @@ def test_an_interrupted_preparation_is_never_used(tmp_path):
 
 def test_every_kind_of_file_is_read(tmp_path):
     (tmp_path / "a.txt").write_text("plain")
-    (tmp_path / "b.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "first"}\n\n{"text": "sec\u2028ond"}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["third", "fourth"], "n": [1, 2]}), tmp_path / "c.parquet")
     (tmp_path / "ignored.bin").write_bytes(b"\xff\xfe")
     texts = [text for source in corpora.text_files(tmp_path) for text in corpora.documents(source)]
-    assert texts == ["plain", "first", "second", "third", "fourth"]
+    assert texts == ["plain", "first", "sec\u2028ond", "third", "fourth"]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,8 @@ def test_every_kind_of_file_is_read(tmp_path):
         ("a.txt", b"", "empty"),
         ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
         ("a.txt", b"short", "supports a vocabulary of"),
-        ("a.jsonl", b'{"text": 1}\n{"txt": 2}', "line 2"),
+        ("a.jsonl", b'{"text": "1"}\n{"txt": 2}', "line 2"),
+        ("a.jsonl", b'{"text": null}', "line 1"),
         ("a.parquet", b"PAR1 not really", "cannot be read as parquet"),
         ("a.bin", b"x", "known kinds"),
     ],

@@ -202,6 +202,27 @@ def test_the_end_is_told_to_everybody():
     assert stage.notes.members[-1][1] == "join"  # leaving after the end is not history
 
 
+def test_the_end_is_told_when_it_is_saved_and_not_before():
+    """A server that is lost while it saves the end comes back, and needs the workers it had."""
+    heard = []
+
+    def save_last(state):
+        assert state["version"] == 1
+        late = stage.push(sessions[1], 0, 0, compute=False)
+        heard.append([pushed.done(), poll.done(), late.done(), stage.join().done()])
+
+    stage = Stage(max_updates=1)
+    stage.service._save_last = save_last
+    sessions = [stage.session() for _ in range(2)]
+    poll = stage.service.await_stale(sessions[1], 0, 0)
+    pushed = stage.push(sessions[0], 0, 0, compute=False)
+    stage.service.compute()
+    assert heard == [[False] * 4]
+    assert pushed.wait().ended
+    assert poll.wait() is Staleness.ENDED
+    assert stage.join().wait().ended
+
+
 def test_it_ends_by_updates_and_by_seconds():
     stage = Stage(max_updates=1)
     assert stage.push(stage.session(), 0, 0).wait().ended
@@ -359,6 +380,21 @@ def test_a_run_that_had_ended_goes_on_with_new_workers():
     assert (reply.receipt.verdict, reply.snapshot.version) == (Verdict.ACCEPTED, 2)
 
 
+def test_a_server_lost_before_its_first_checkpoint_has_a_clock_again():
+    """Its workers come back with their sessions and nobody joins: they say that the run has begun."""
+    before = Stage()
+    sessions = [before.session() for _ in range(2)]
+    again = Stage(max_seconds=50.0)
+    again.service.core.begin_term()
+    assert again.push(sessions[0], 0, 0).wait().receipt.verdict is Verdict.ACCEPTED
+    again.service.await_stale(sessions[1], 0, 0)
+    again.wait(20)
+    assert again.service.seconds == 20.0
+    assert again.service.core.live == set()  # leases end
+    again.wait(31)
+    assert again.service.ended.is_set()
+
+
 def test_a_narrow_wire_rounds_both_ways():
     stage = Stage(wire=Wire(torch.bfloat16, torch.bfloat16))
     session = stage.session()
@@ -387,10 +423,27 @@ def test_nonsense_of_one_worker_is_refused_and_does_not_reach_the_others():
     stage = Stage()
     mad, sane = stage.session(), stage.session()
     good = Push(0, 0, torch.ones(6), 0.5, 0.1)
-    for changes in ({"sequence": "0"}, {"gradient_version": 0.0}, {"gradient": [1.0]}, {"loss": None}, {"term": "x"}):
+    for changes in (
+        {"sequence": "0"},
+        {"gradient_version": 0.0},
+        {"gradient": [1.0]},
+        {"loss": None},
+        {"term": "x"},
+        {"sequence": 10**5000},
+        {"compute_seconds": float("nan")},
+        {"compute_seconds": float("inf")},
+    ):
         assert "not a push" in stage.service.push(mad, good._replace(**changes)).wait().evicted
     assert stage.service.await_stale(mad, "x", 3).wait() is Staleness.UNKNOWN
-    assert stage.service.fetch(mad, 0, 0, (1, 2)).unknown
+    for count in ((1, 2), Interruptions("x", None), Interruptions(1, float("nan")), Interruptions(2**70, 1.0)):
+        assert "not a count" in stage.service.fetch(mad, 0, 0, count).evicted
+    for request in (
+        JoinRequest("2", "secret", 0),
+        JoinRequest(PROTOCOL_VERSION, None, 0),
+        JoinRequest(1, "", 1.5),
+        good,
+    ):
+        assert not stage.service.join(request).wait().session
     assert stage.service.join(JoinRequest(PROTOCOL_VERSION, "secret", 10**10)).wait().session == ""
     assert stage.service.core.pushes == 0
     assert stage.push(sane, 0, 0).wait().receipt.verdict is Verdict.ACCEPTED

@@ -8,6 +8,8 @@ import pytest
 from ringmaster_dist import protocol
 from ringmaster_dist.transport.unpickling import RestrictedUnpickler
 
+WELL_FORMED = protocol.Push.is_well_formed
+
 
 class _Attribute:
     """Pickled as a call of getattr, as some Pythons do with members of an enumeration."""
@@ -27,6 +29,20 @@ def unpickled(value):
 def test_members_arrive_however_they_are_pickled(member):
     assert unpickled(member) is member
     assert unpickled(_Attribute(type(member), member.name)) is member
+
+
+def test_no_message_changes_a_class():
+    """``BUILD`` sets attributes of whatever is on the stack, a class among them."""
+    name = b"cringmaster_dist.protocol\nPush\n"
+    message = name + b"(N}S'is_well_formed'\nNstb."
+    assert pickle.loads(message) is protocol.Push  # it is a message, and does what it says
+    try:
+        assert protocol.Push.is_well_formed is None
+    finally:
+        protocol.Push.is_well_formed = WELL_FORMED
+    with pytest.raises(pickle.UnpicklingError, match="sets attributes"):
+        RestrictedUnpickler(io.BytesIO(message)).load()
+    assert protocol.Push.is_well_formed is WELL_FORMED
 
 
 @pytest.mark.parametrize("name", ["__class__", "mro", "_member_map_", "accepted"])

@@ -111,11 +111,15 @@ def documents(source: Source) -> Iterator[str]:
 
 
 def _json_lines(path: Path) -> Iterator[str]:
-    for number, line in enumerate(path.read_bytes().decode("utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().decode("utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise CorpusError(f'{path} line {number} is not a JSON object with a "text"') from error
+        except (json.JSONDecodeError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise CorpusError(f'{path} line {number} is not a JSON object with a "text"')
         yield from _pieces(text)
 
 

@@ -6,7 +6,6 @@ right and ``check`` has nothing to object; the checksum is then kept beside it a
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 import urllib.error
@@ -14,6 +13,8 @@ import urllib.request
 from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
+
+from ringmaster_dist.files import locked, sha256_of
 
 _CHUNK_BYTES = 1 << 20
 _FIRST_PAUSE_SECONDS = 1.0
@@ -37,10 +38,23 @@ def fetch(
     pause_seconds: float = _FIRST_PAUSE_SECONDS,
     progress: Progress = lambda fraction, text: None,
 ) -> Path:
-    """The file, from the disk if it is there whole. ``check`` says what is wrong with it, if anything."""
+    """The file, from the disk if it is there whole. ``check`` says what is wrong with it, if anything.
+
+    Several processes of a machine may ask for it at once: one fetches it, the others wait for that.
+    """
     if _is_whole(path):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f".{path.name}.lock")):
+        if _is_whole(path):
+            return path
+        return _fetch(url, path, check, attempts, timeout_seconds, pause_seconds, progress)
+
+
+def _fetch(
+    url: str, path: Path, check: Callable[[Path], str], attempts: int, timeout_seconds: float, pause_seconds: float,
+    progress: Progress,
+) -> Path:  # fmt: skip
     part = path.with_name(f".{path.name}.part")
     problem = ""
     for attempt in range(attempts):
@@ -58,7 +72,7 @@ def fetch(
         except (OSError, HTTPException) as error:  # no network, broken off, too slow
             problem = str(getattr(error, "reason", error)) or type(error).__name__
             continue
-        digest = _digest(part)
+        digest = sha256_of(part)
         wrong = check(part)
         if promised not in ("", digest):
             wrong = f"its checksum is {digest[:12]}..., not {promised[:12]}..."
@@ -92,16 +106,8 @@ def _transfer(url: str, part: Path, timeout_seconds: float, progress: Progress) 
 
 
 def _is_whole(path: Path) -> bool:
-    return path.exists() and _sidecar(path).exists() and _sidecar(path).read_text() == _digest(path)
+    return path.exists() and _sidecar(path).exists() and _sidecar(path).read_text() == sha256_of(path)
 
 
 def _sidecar(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

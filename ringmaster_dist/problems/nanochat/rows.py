@@ -10,8 +10,8 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ringmaster_dist import randomness
+from ringmaster_dist.files import sha256_of, to_disk
 from ringmaster_dist.problems.nanochat.corpus import CorpusError, Source, documents
 from ringmaster_dist.problems.nanochat.tokenizer import BytePairs
 
@@ -105,16 +106,18 @@ def prepare(
 
     A document longer than a row is cut into several; with ``crop`` only its beginning is used, as with the paper's.
     """
-    contents = [(source.name, source.validation, _digest(source.path)) for source in sources]
+    contents = [(source.name, source.validation, sha256_of(source.path)) for source in sources]
     recipe = json.dumps([_FORMAT, vocab_size, context, crop, contents])
     folder = cache / hashlib.sha256(recipe.encode()).hexdigest()[:16]
     if (folder / "manifest.json").exists():
         return Rows(folder)
-    temporary = cache / f".{folder.name}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))
     try:
+        temporary.chmod(0o755)  # others may use what is prepared here
         _write(temporary, sources, vocab_size, context, crop, progress)
+        for path in (*temporary.iterdir(), temporary):
+            to_disk(path)
         try:
             temporary.rename(folder)
         except OSError:
@@ -151,8 +154,6 @@ def _write(
                 file.write(row.tobytes())
                 digest.update(row.tobytes())
                 count += 1
-            file.flush()
-            os.fsync(file.fileno())
         if count == 0:
             raise CorpusError(f"the corpus is too small: its {name} part does not fill one row of {context + 1} tokens")
         counts[name] = count
@@ -184,7 +185,3 @@ def _first(texts: Iterable[str], size: int) -> Iterator[str]:
             return
         size -= len(text)
         yield text
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
