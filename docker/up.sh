@@ -9,11 +9,11 @@ Builds the image and starts a server, a fast worker and a slow one (docker/compo
 
   TRAIN        overrides for ringmaster train      (experiment=nanochat_local budget.seconds=null)
   RUN          the run's folder in the volume      (current); a run that was begun goes on
-  WORKERS      the start waits for this many       (2)
-  PROFILE      whose pace the workers keep         (linear; none: as fast as they can)
-  BASE_IMAGE, TORCH, PIP_ARGS    what the image is made from, see docker/Dockerfile
-  GPU=1        lays docker/compose.gpu.yaml over it;  GPU_WORKERS  how many
-  DOCKER_COMPOSE   the command to use              (docker compose, or docker-compose)
+  WORKERS      the start waits for this many       (2; with GPU=1 the same as GPU_WORKERS)
+  PROFILE      whose pace the workers keep         (linear; none: as fast as they can); SLOT_FAST, SLOT_SLOW  (0, 3)
+  BASE_IMAGE, TORCH, PIP_ARGS    what the image is made from, see docker/Dockerfile; RINGMASTER_IMAGE  its name
+  GPU=1        lays docker/compose.gpu.yaml over it;  GPU_WORKERS  how many (1)
+  DOCKER_COMPOSE   the command to use              (docker compose, or docker-compose); COMPOSE_PROJECT_NAME  (ringmaster)
 TEXT
 }
 case "${1:-}" in -h | --help) usage; exit 0 ;; esac

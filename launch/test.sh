@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs lint, types and all tests. Arguments go to pytest: ./launch/test.sh tests/unit -k core
+# Sets up .venv and runs lint, types and all tests but those that need Docker. Arguments go to pytest: ./launch/test.sh tests/unit -k core
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 setup test,fast
 say "lint"
