@@ -92,14 +92,15 @@ class Guard:
                 continue
             if self._closing.wait(min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * self.num_replaced)):
                 return  # who does this again and again gets it more and more slowly
-            log.warning("a stranger has %s the RPC port %d: another is opened", "broken" if broken else "closed",
-                        self._port)  # fmt: skip
+            lost = self._port
             if broken:
                 _broken.clear()
-                for _, one in _sockets(self._port):
+                for _, one in _sockets(lost):
                     _shut(one)
             try:
                 self._begin()
+                what = "broken" if broken else "closed"
+                log.warning("a stranger has %s the RPC port %d: another is open, %d", what, lost, self._port)
             except (OSError, RuntimeError) as error:  # such as too many open files
                 self._identity = 0  # at the next look
                 log.warning("the RPC port could not be opened again: %s", error)

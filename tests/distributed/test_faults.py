@@ -156,7 +156,7 @@ def test_strangers_on_the_rpc_port_are_refused_and_training_goes_on(tmp_path):
                 stream.sendall(garbage)
                 if garbage:
                     assert stream.recv(1) == b"", f"{what}: it was answered"
-            until(lambda: run.errors().count("another is opened") == number, f"{what}: seen, another port is open")  # noqa: B023
+            until(lambda: run.errors().count("another is open") == number, f"{what}: seen, another port is open")  # noqa: B023
             assert port not in ports_of(server)
             version = run.version()
             until(lambda: run.version() > version + 10, f"{what}: training goes on")  # noqa: B023
