@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -160,6 +161,7 @@ def _ray(size: int) -> None:
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # it ends its own processes then, and in silence
 
     @ray.remote
     class Server:
