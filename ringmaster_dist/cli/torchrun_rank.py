@@ -8,6 +8,7 @@ from ringmaster_dist.cli.train import RunIsOver, prepare, show_summary
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.logs import log_as_told
 
+_STORE_SECONDS = 60.0
 _FIND_SECONDS = 24 * 3600.0  # rank 0 may have data to prepare first; torchrun ends the others if it dies
 
 
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
             "rank 0 serves and the others work: use --nproc-per-node=2 or more, "
             "or cluster.local_workers=0 for a server whose workers come from elsewhere"
         )
-    meeting = Rendezvous(_FIND_SECONDS)
+    meeting = Rendezvous(_FIND_SECONDS if rank else _STORE_SECONDS)
     if rank > 0:
         from ringmaster_dist.worker.__main__ import work
 
