@@ -28,7 +28,7 @@ _SIZES = {"quadratic": 1729, "nanochat": sum(parameter.size for parameter in pap
 
 
 def run(quick: bool, as_json: bool) -> None:
-    show("server", _COLUMNS, measure(seconds=2.0 if quick else 6.0, counts=(1, 4) if quick else (1, 4, 16)), as_json)
+    show("server", _COLUMNS, measure(seconds=2.0 if quick else 4.0, counts=(1, 4) if quick else (1, 4, 16)), as_json)
 
 
 def measure(seconds: float, counts: tuple[int, ...]) -> list[dict[str, Any]]:

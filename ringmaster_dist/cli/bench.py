@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import time
 
 from ringmaster_dist.config.errors import UserError
 
@@ -42,7 +44,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"there is no option {sorted(unknown)[0]}; see ringmaster bench --help")
     if unknown := [name for name in names if name not in BENCHES]:
         raise UserError(f"there is no bench {unknown[0]!r}; known: {', '.join(BENCHES)}")
+    began = time.monotonic()
     for name in names:
         module = importlib.import_module(f"ringmaster_dist.bench.{name.replace('-', '_')}")
         module.run("--quick" in options, "--json" in options)
+    print(f"{len(names)} benches in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
     return 0
