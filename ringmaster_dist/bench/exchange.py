@@ -33,7 +33,7 @@ _WIRES = {"float32": Wire(), "bfloat16": Wire(torch.bfloat16, torch.bfloat16)}
 
 
 def run(quick: bool, as_json: bool) -> None:
-    show("exchange", _COLUMNS, measure(rounds=3 if quick else 8), as_json)
+    show("exchange", _COLUMNS, measure(rounds=2 if quick else 8), as_json)
 
 
 def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
@@ -50,6 +50,7 @@ def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
     if importlib.util.find_spec("ray"):
         others["Ray actor, float32"] = Peer(__name__, "ray", str(size))
     peers += others.values()
+    assert all(peer.address for peer in peers), "one of them has not come up"
     try:
         for _ in range(rounds):
             for label, other in others.items():

@@ -38,7 +38,7 @@ class _Noise:
 
 
 def run(quick: bool, as_json: bool) -> None:
-    show("gradient", _COLUMNS, measure(rounds=4 if quick else 16), as_json)
+    show("gradient", _COLUMNS, measure(rounds=3 if quick else 16), as_json)
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
         {plain: _plain(config, rows), "ringmaster, interruptible": _ours(config, rows, watched=True)}, rounds
     )
     sampling = by_turns({"sample, cache": _sample(config, cached=True),
-                         "sample, no cache": _sample(config, cached=False)}, 2 if rounds < 10 else 4)  # fmt: skip
+                         "sample, no cache": _sample(config, cached=False)}, 1 if rounds < 10 else 4)  # fmt: skip
     return [
         *compared("gradient", seconds, plain),
         _checks(min(seconds["ringmaster, interruptible"])),

@@ -24,7 +24,7 @@ _COLUMNS = ["memory", "relative", "MB", "beside", "MB of that"]
 
 
 def run(quick: bool, as_json: bool) -> None:
-    show("memory", _COLUMNS, measure(updates=20 if quick else 60), as_json)
+    show("memory", _COLUMNS, measure(updates=8 if quick else 60), as_json)
 
 
 def measure(updates: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +17,16 @@ TOKEN = "bench"
 
 
 class Peer:
-    """A process that runs ``module`` with arguments; its first line says where it listens."""
+    """A process that runs ``module`` with arguments; its first line, when it is ready, says where it listens."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         command = [sys.executable, "-m", module, *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self.address = self.answer()
+
+    @cached_property
+    def address(self) -> str:
+        """Waits until it is ready: several may be started together, and be waited for then."""
+        return self.answer()
 
     def ask(self, text: str) -> None:
         assert self._process.stdin is not None

@@ -52,7 +52,7 @@ def described(name: str, parameters: list[Parameter]) -> Model:
 
 
 def run(quick: bool, as_json: bool) -> None:
-    machine, rows = measured_machine(repeats=2 if quick else 8)
+    machine, rows = measured_machine(repeats=1 if quick else 8)
     show("scale: updates measured here, and a third from the rates of the first two",
          ["model", "parameters", "ms", "ms by the rates"], rows, as_json)  # fmt: skip
     paper, large = described("the paper's", paper_parameters()), described("1 B", transformer(20, 1792, 65_536))

@@ -23,12 +23,12 @@ from ringmaster_dist.wire import Wire
 
 _COLUMNS = ["server", "of 1/update", "updates/s", "1/update time", "stale answered ms", "idle ms"]
 _REJECTED = 15  # pushes, of which the median is told
-_THRESHOLD = 64  # nothing of 16 pushing workers is stale
+_THRESHOLD = 24  # nothing of 16 pushing workers is stale
 _SIZES = {"quadratic": 1729, "nanochat": sum(parameter.size for parameter in paper_parameters())}
 
 
 def run(quick: bool, as_json: bool) -> None:
-    show("server", _COLUMNS, measure(seconds=2.0 if quick else 4.0, counts=(1, 4) if quick else (1, 4, 16)), as_json)
+    show("server", _COLUMNS, measure(seconds=2.0 if quick else 4.0, counts=(4,) if quick else (1, 4, 16)), as_json)
 
 
 def measure(seconds: float, counts: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -43,6 +43,7 @@ def measure(seconds: float, counts: tuple[int, ...]) -> list[dict[str, Any]]:
             for count in counts:
                 while len(workers) < count:
                     workers.append(stack.enter_context(Peer(__name__, "push", problem, server.address)))
+                assert all(worker.address for worker in workers), "a worker has not come up"
                 rate = _updates_per_second(workers, seconds)
                 _go(workers, seconds)
                 busy = _stale_milliseconds(late)
@@ -75,6 +76,7 @@ def _done(workers: list[Peer]) -> list[tuple[int, float]]:
 
 
 def _stale_milliseconds(late: Peer) -> float:
+    assert late.address, "the late worker has not come up"
     late.ask("now")
     return round(1e3 * float(late.answer()), 1)
 

@@ -42,7 +42,7 @@ _COLUMNS = ["time to loss", "x ringmaster", "seconds", "eta", "updates", "loss"]
 
 
 def run(quick: bool, as_json: bool) -> None:
-    target, limit = (5.75, 40.0) if quick else (5.0, 90.0)
+    target, limit = (6.0, 40.0) if quick else (5.0, 90.0)
     names = ["ringmaster"] if quick else list(_METHODS)
     rows = measure(target, limit, names, 1 if quick else 2)
     show(f"time-to-loss {target:g}", _COLUMNS, rows, as_json)
