@@ -68,7 +68,8 @@ def main(eta: float, target: float, limit_seconds: float, overrides: list[str]) 
     if rank == 0:
         facts = {"seconds": seconds, "steps": step, "loss": loss, "optimizer_seconds": in_optimizer}
         print(json.dumps({**facts, "reached": bool(reached)}), flush=True)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # gloo's threads abort now and then when the group is taken down while others are still in it
 
 
 def optimizers_of(model: torch.nn.Module, eta: float) -> list[torch.optim.Optimizer]:
