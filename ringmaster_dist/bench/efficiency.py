@@ -26,7 +26,7 @@ _INTERRUPTED = ["interruption, R=2, 8 workers", "wasted", "restarts", "late p50 
 
 
 def run(quick: bool, as_json: bool) -> None:
-    seconds = 5.0 if quick else 30.0
+    seconds = 4.0 if quick else 30.0
     rows = [delivered(workers, seconds) for workers in ((8,) if quick else (8, 24))]
     show("efficiency", _DELIVERED, rows, as_json)
     rows = [interrupted(interrupt, seconds) for interrupt in ((True,) if quick else (True, False))]

@@ -33,7 +33,7 @@ _WIRES = {"float32": Wire(), "bfloat16": Wire(torch.bfloat16, torch.bfloat16)}
 
 
 def run(quick: bool, as_json: bool) -> None:
-    show("exchange", _COLUMNS, measure(rounds=2 if quick else 8), as_json)
+    show("exchange", _COLUMNS, measure(rounds=1 if quick else 8), as_json)
 
 
 def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ class _Noise:
 
 
 def run(quick: bool, as_json: bool) -> None:
-    show("gradient", _COLUMNS, measure(rounds=3 if quick else 16), as_json)
+    show("gradient", _COLUMNS, measure(rounds=2 if quick else 16), as_json)
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:

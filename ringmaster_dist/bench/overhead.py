@@ -55,7 +55,7 @@ def run(quick: bool, as_json: bool) -> None:
     quadratic = Layout([Parameter("x", (_DIM,))], GEOMETRY_MAPS["euclidean"])
     paper = Layout(paper_parameters(), GEOMETRY_MAPS["muon"])
     rows = [
-        measure("a quadratic, 8 real workers at full speed", quadratic, _real_rate(4.0 if quick else 15.0)),
+        measure("a quadratic, 8 real workers at full speed", quadratic, _real_rate(2.0 if quick else 15.0)),
         measure("the paper's model, the server alone", paper, None),
     ]
     show("overhead", _COLUMNS, rows, as_json)
