@@ -23,6 +23,7 @@ from ringmaster_dist.protocol import PROTOCOL_VERSION
 
 _ABOUT, _CLOCK = "about", "clock"
 BEAT_SECONDS = 1.0  # between two tellings of the time
+_SPEAKS_FIRST_SECONDS = 0.3
 
 
 def here() -> dict[str, Any]:
@@ -54,7 +55,10 @@ class Reader:
     """
 
     def __init__(self, host: str, port: int, seconds: float) -> None:
-        socket.create_connection((host, port), timeout=seconds).close()
+        with socket.create_connection((host, port), timeout=seconds) as stream:
+            stream.settimeout(_SPEAKS_FIRST_SECONDS)
+            if not _is_silent(stream):
+                raise RuntimeError("it hangs up, or speaks first: it is not a store")
         made: list[dist.Store | Exception] = []
 
         def connect() -> None:
@@ -95,3 +99,14 @@ class Reader:
                 return time.time() - float(told)
             time.sleep(0.01)
         return None
+
+
+def _is_silent(stream: socket.socket) -> bool:
+    """Whether it waits to be asked, as a store does."""
+    try:
+        stream.recv(1)
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+    return False

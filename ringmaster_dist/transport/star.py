@@ -188,8 +188,11 @@ class Client:
         try:
             return rpc.rpc_sync(_SERVER, function, args=arguments, timeout=self._seconds)
         except Exception as error:
+            # A RuntimeError may be the network's, or of an agent that is just being replaced: asking again may help.
+            # What is not unpickled, and other kinds of error, are the answer of the server to this very call.
             text = str(error)
-            if "On WorkerInfo(" in text or text.startswith("Error on Node"):  # its own words, not the network's
+            refused = "UnpicklingError" in text or text.startswith(("TypeError", "ValueError", "AttributeError"))
+            if refused or not isinstance(error, RuntimeError):
                 raise Misunderstood(f"the server at {self._server} cannot take the call: {_gist(text)}") from error
             raise Unreachable(f"lost the server at {self._server}") from error
 
@@ -197,4 +200,4 @@ class Client:
 def _gist(text: str) -> str:
     """The line of a remote error that says what it was."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "On WorkerInfo(" not in line), lines[0])
+    return next((line for line in lines if "On WorkerInfo(" not in line), text)
