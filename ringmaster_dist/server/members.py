@@ -61,8 +61,6 @@ class Members:
         if member is None:  # it joined an earlier term, after the checkpoint this one began from
             if self.closed:
                 return None
-            self._core.join(worker)
-            self._enter(worker, holder.slot)
             member = self.by_worker[worker] = Member(session, holder.slot, self._clock())
         elif member.session != session:
             return None

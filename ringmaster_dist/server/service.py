@@ -107,7 +107,6 @@ class Service:
         self._first_join: float | None = None
         self._began: float | None = None  # when it started
         self._earlier_seconds = 0.0  # in earlier terms
-        self._ending = False  # no more verdicts; what was decided is still computed, and saved
         self._told = False  # whoever calls hears that it is over
         self._ended_at: float | None = None
         self._lock = threading.Lock()
@@ -127,6 +126,11 @@ class Service:
     def workers(self) -> dict[int, Member]:
         """What is known of each worker that ever was here."""
         return self._members.by_worker
+
+    @property
+    def _ending(self) -> bool:
+        """Whether there are no more verdicts; what was decided is still computed, and saved."""
+        return self._members.closed
 
     @property
     def seconds(self) -> float:
@@ -205,7 +209,7 @@ class Service:
         answers = Answers()
         with self._lock:
             welcome = self._admit(request)
-            if (welcome.session and self._began is None) or (self._ending and not self._told):
+            if (welcome.session and self._began is None) or (welcome.ended and not self._told):
                 self._waiting.add_join(future, welcome)
                 self._start_if_due(answers)
             else:
@@ -383,7 +387,7 @@ class Service:
 
     def _end(self) -> None:
         if not self._ending:
-            self._ending = self._members.closed = True
+            self._members.closed = True
             self._decided.notify()
 
     def _finish(self, answers: Answers) -> None:
