@@ -103,14 +103,14 @@ def _alive(place: Place) -> int | None:
     return place.process.pid if place.process is not None and place.exit_code is None else None
 
 
-def _suffer(told: str, name: str, address: str, token: str, slot: int, timeouts: dict[str, float]) -> None:
+def _suffer(told: str, name: str, address: str, token: str, slot: int, arguments: dict[str, Any]) -> None:
     """A worker's process, with a saboteur in it."""
     from ringmaster_dist.chaos.saboteur import Saboteur
     from ringmaster_dist.worker.__main__ import work
 
     become(name)
     saboteur = Saboteur(Path(told))
-    leave(work(address, token, saboteur.make_job, slot=slot, **timeouts))
+    leave(work(address, token, saboteur.make_job, slot=slot, **arguments))
 
 
 def _parse(argv: list[str]) -> tuple[dict[str, float], Path, list[str]]:

@@ -163,11 +163,10 @@ def serve(
         core, _settings(config, config_text, fingerprint, token), journal,
         state=state, checkpoint_due=writer.due, save=writer.submit, save_last=writer.write_last,
     )  # fmt: skip
-    host = _listen(service, config, directory)
+    host = _listen(service, config, directory, token)
     service.start()
     directory.write_secret("address", host.address)
     announce(host.address)
-    host.tell(token)
 
     logger = open_logger(config, directory, config_text)
     writer.on_written = lambda path: logger.file(path, "checkpoint")
@@ -176,7 +175,7 @@ def serve(
     while not service.ended.wait(_POLL_SECONDS):
         if should_stop():
             service.end()
-        host.beat()
+        host.check()
         if service.seconds >= next_sample:
             next_sample = service.seconds + interval
             due = problem.quick_to_evaluate or core.version >= next_evaluation
@@ -249,15 +248,20 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
     return found[1] if found else None
 
 
-def _listen(service: Service, config: Config, directory: RunDirectory) -> Host:
+def _listen(service: Service, config: Config, directory: RunDirectory, token: str) -> Host:
     """At the configured port; at the one it had before, if it is a restart; else at any."""
     from ringmaster_dist.transport.addresses import AddressError
+    from ringmaster_dist.transport.errors import Mistrusted
     from ringmaster_dist.transport.star import Host
 
-    settings = config.server
+    settings, update = config.server, service.core.update
+    widest = max(update.dtype.itemsize, (build_wire(config).gradient_dtype or update.dtype).itemsize)
 
     def listen(port: int) -> Host:
-        return Host(service, settings.host, port, threads=settings.threads, timeout=settings.call_seconds)
+        return Host(
+            service, settings.host, port, token=token, tensor_bytes=update.layout.size * widest, tls=settings.tls,
+            handshake_seconds=settings.handshake_seconds, threads=settings.threads, timeout=settings.call_seconds,
+        )  # fmt: skip
 
     earlier = directory.read("address")
     port = settings.port or int(earlier.rpartition(":")[2] or 0)
@@ -265,7 +269,7 @@ def _listen(service: Service, config: Config, directory: RunDirectory) -> Host:
     while True:
         try:
             return listen(port)
-        except AddressError as error:
+        except (AddressError, Mistrusted) as error:
             raise UserError(str(error)) from error
         except OSError as error:
             if time.monotonic() < deadline:

@@ -63,13 +63,13 @@ class Place:
             self.process, self._start_at = None, now + _RESTART_SECONDS
 
 
-def work_at(name: str, address: str, token: str, slot: int, timeouts: dict[str, float]) -> None:
+def work_at(name: str, address: str, token: str, slot: int, arguments: dict[str, Any]) -> None:
     """What a worker's process does."""
     from ringmaster_dist.worker.__main__ import work
 
     become(name)
     log_as_told()
-    leave(work(address, token, slot=slot, **timeouts))
+    leave(work(address, token, slot=slot, **arguments))
 
 
 def supervise(
@@ -98,7 +98,7 @@ def supervise(
                 return server.exit_code or 1
             where = f"@{directory.path.resolve() / 'address'}"  # a server that is started again may be elsewhere
             workers = [
-                Place(f"worker-slot-{slot}", work, where, directory.read("token"), slot, timeouts(config))
+                Place(f"worker-slot-{slot}", work, where, directory.read("token"), slot, worker_arguments(config))
                 for slot in range(local_workers(config))
             ]
             while not (asked() or failure or server.exit_code in (0, _MISTAKE)):
@@ -128,10 +128,10 @@ def local_workers(config: Config) -> int:
     return cluster.workers if cluster.local_workers is None else cluster.local_workers
 
 
-def timeouts(config: Config) -> dict[str, float]:
-    """How long a worker waits for what."""
-    names = ("connect_seconds", "call_seconds", "patience_seconds")
-    return {name: getattr(config.server, name) for name in names}
+def worker_arguments(config: Config) -> dict[str, Any]:
+    """How a worker connects, how long it waits for what, and which code of the user's it may import."""
+    names = ("tls", "connect_seconds", "call_seconds", "patience_seconds")
+    return {"target": config.problem.target or "", **{name: getattr(config.server, name) for name in names}}
 
 
 def _has_an_address(server: Place, directory: RunDirectory, asked: Callable[[], bool]) -> bool:

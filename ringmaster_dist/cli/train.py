@@ -146,6 +146,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
         composed = continued(Path(resumed), overrides) if resumed else compose(overrides, "train")
     config = to_typed(composed, real_time=True)
     _refuse_loopback_for_others(config)
+    _refuse_plain_text(config)
     token = servers_token()
     if not config.run.trace:
         raise UserError("run.trace=false is for simulations: a real run without its trace could not be replayed")
@@ -192,6 +193,18 @@ def _refuse_loopback_for_others(config: Config) -> None:
             f"cluster.workers={config.cluster.workers} are to come from elsewhere (cluster.local_workers="
             f"{local_workers(config)}): set server.host to an address they can reach, of {elsewhere()}"
         )
+
+
+def _refuse_plain_text(config: Config) -> None:
+    server = config.server
+    if server.tls or is_loopback(server.host):
+        return
+    if not server.insecure:
+        raise UserError(
+            f"server.tls=false with server.host={server.host}: whoever is on the network between could read the token "
+            "and take part; leave server.tls at true, or say server.insecure=true if that network is yours alone"
+        )
+    log.warning("server.tls=false: the token and all training data cross the network at %s unencrypted", server.host)
 
 
 def _refuse_if_used_up(config: Config, directory: RunDirectory, *, asked: bool) -> None:

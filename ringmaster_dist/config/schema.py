@@ -135,6 +135,9 @@ class SimulationConfig:
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 0
+    tls: bool = True
+    insecure: bool = False
+    handshake_seconds: float = 5.0
     start_seconds: float = 30.0
     lease_seconds: float = 10.0
     max_invalid: int = 10

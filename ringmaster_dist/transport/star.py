@@ -1,8 +1,11 @@
 """A star of torch RPC agents: the server is a group of one, each worker is rank 1 of a private group of two.
 
 The public ways to form a group do not fit workers that come and go: a static group needs everybody at the start and
-hangs when one is dead, a dynamic one makes each joiner call every member. Here a worker only ever knows the server.
-Its two-member group lives in a store of its own process, where the server's address is copied to.
+hangs when one is dead, a dynamic one makes each joiner call every member. Here a worker only ever knows the server. Both
+groups live in a store of their own process: nothing but agents and the gate's public port ever listens.
+
+Agents listen on loopback. The server's accepts connections from its gate alone (see gate.py, sockets.py); a worker's,
+which nobody has to reach, is closed at once.
 
 This file uses names of torch that begin with an underscore. `check_assumptions` says which is gone, should one be.
 A broken pipe is final for an agent: to reconnect, close the client and make a new one.
@@ -10,10 +13,18 @@ A broken pipe is final for an agent: to reconnect, close the client and make a n
 
 from __future__ import annotations
 
+import itertools
+import json
+import logging
+import os
+import platform
+import re
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,21 +32,21 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rpc import api
 
-from ringmaster_dist.protocol import Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
-from ringmaster_dist.transport import about, addresses, surface
-from ringmaster_dist.transport.guard import Guard
-from ringmaster_dist.transport.lookup import look_up
+from ringmaster_dist import __version__
+from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
+from ringmaster_dist.transport import addresses, identity, sockets, surface
+from ringmaster_dist.transport.errors import Misunderstood, Unreachable
+from ringmaster_dist.transport.streams import shut
+from ringmaster_dist.transport.tunnel import Tunnel, dial
 from ringmaster_dist.transport.unpickling import restrict
 
+log = logging.getLogger(__name__)
+
 _SERVER = "server"
-
-
-class Unreachable(Exception):
-    """The server cannot be reached; the message says where it was looked for."""
-
-
-class Misunderstood(Exception):
-    """The server was reached and could make nothing of the call: asking again will not help."""
+_LOOK_SECONDS = 0.5
+_MOST_GATE_DEATHS, _GATE_DEATHS_SECONDS = 10, 60.0
+_START_SECONDS, _END_SECONDS = 30.0, 3.0
+_numbers = itertools.count()  # an agent's name must be new, also within a process
 
 
 def check_assumptions() -> None:
@@ -46,7 +57,6 @@ def check_assumptions() -> None:
         (_distributed_autograd, "_init"),
         (_distributed_rpc, "TensorPipeAgent"),
         (api, "_init_rpc_states"),
-        (api, "_reset_current_rpc_agent"),
         (rpc.internal, "_unpickler"),
         (rpc.internal, "_InternalRPCPickler"),
     ):
@@ -56,102 +66,200 @@ def check_assumptions() -> None:
             )
 
 
-def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threads: int, timeout: float) -> Any:
-    """Makes an agent and makes it the current one."""
+def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threads: int, timeout: float) -> int:
+    """Makes an agent and makes it the current one; returns the port of loopback that it listens on."""
     from torch._C._distributed_autograd import _init
     from torch._C._distributed_rpc import TensorPipeAgent
 
     restrict()
+    os.environ["TP_SOCKET_IFNAME"] = "lo"  # where TensorPipe listens; whatever the user has set would open a port
     _init(rank)
     # Not shared memory: its reactor spins, and with more processes than cores it starved single workers for seconds.
     # Between processes of one machine tensors are read across (cma), elsewhere they take the socket.
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=threads, rpc_timeout=timeout, _transports=["uv"], _channels=["cma", "basic"]
     )
-    agent = TensorPipeAgent(store, name, rank, world_size, options, {}, [])
-    api._init_rpc_states(agent)
-    return agent
+    api._init_rpc_states(TensorPipeAgent(store, name, rank, world_size, options, {}, []))
+    where = store.get(f"addrs/{name}").decode()
+    if not where.startswith(f"uv://{sockets.LOOPBACK}:"):
+        rpc.shutdown(graceful=False)
+        raise RuntimeError(f"torch {torch.__version__} listens at {where} instead of {sockets.LOOPBACK}: refusing")
+    return int(where.rpartition(":")[2])
 
 
 class Host:
-    """The server's end. Serves from the moment it is made until `close`. Raises OSError or AddressError."""
+    """The server's end. Serves from the moment it is made until `close`.
 
-    def __init__(self, handlers: surface.Handlers, host: str, port: int, *, threads: int, timeout: float) -> None:
+    Raises OSError or AddressError where it cannot listen, Mistrusted where the certificate library is missing, and
+    RuntimeError where torch is not the one that is known. ``tensor_bytes`` is the largest tensor a worker may send.
+    """
+
+    def __init__(
+        self, handlers: surface.Handlers, host: str, port: int, *, token: str, tensor_bytes: int, threads: int = 16,
+        timeout: float = 60.0, tls: bool = True, handshake_seconds: float = 5.0,
+    ) -> None:  # fmt: skip
         check_assumptions()
-        address = addresses.listen_at(host)
-        listener = socket.create_server((address, port), backlog=1024)
-        self.address = f"{host}:{listener.getsockname()[1]}"
+        if tls:
+            identity.require_library()
+        self._public = addresses.listen(host, port)
+        self.address = addresses.published(host, self._public.getsockname()[1])
+        self._settings = {
+            "token": token, "tls": tls, "handshake_seconds": handshake_seconds, "tensor_bytes": tensor_bytes,
+            "torch": torch.__version__, "about": versions(),
+        }  # fmt: skip
+        self._counts = {"pipes": 0, "received": 0, "sent": 0, "refused": 0}
+        self._failure = ""
+        self._closing = threading.Event()
         surface.serve(handlers)
-        self._store = dist.TCPStore(
-            address,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-            master_listen_fd=listener.detach(),
-        )
-        self._threads, self._timeout = threads, timeout
-        self._guard = Guard(self._start)
-        self._next_beat = 0.0
-        addresses.check_published(host, address, self._store.get(f"{_SERVER}/addrs/{_SERVER}").decode())
+        agent_port = _start_agent(dist.HashStore(), _SERVER, 0, 1, threads, timeout)
+        self._descriptor, self._agent = sockets.own_listener(agent_port)
+        sockets.only_from(self._agent, 0)
+        sockets.cut_accepted(agent_port)
+        self._inode = os.fstat(self._descriptor).st_ino
+        self._ready = threading.Event()
+        self._process, self._control = self._start_gate()
+        self._watcher = threading.Thread(target=self._watch, name="gate", daemon=True)
+        self._watcher.start()
+        if not self._ready.wait(_START_SECONDS) or self._failure:
+            self.close()
+            raise RuntimeError(self._failure or "the gate did not start")
 
-    def _start(self) -> tuple[Any, int]:
-        """A new agent beside the one there may be. The store has its address, where workers look for it."""
-        if api._is_current_rpc_agent_set():
-            api._reset_current_rpc_agent()
-        store = dist.PrefixStore(_SERVER, self._store)
-        agent = _start_agent(store, _SERVER, 0, 1, self._threads, self._timeout)
-        return agent, int(store.get(f"addrs/{_SERVER}").decode().rpartition(":")[2])
+    def check(self) -> None:
+        """Raises RuntimeError if nobody can reach this server any more."""
+        if self._failure:
+            raise RuntimeError(self._failure)
 
     @property
     def num_connected(self) -> int:
-        """How many connections workers have opened so far; one that connects anew counts again."""
-        return int(self._store.add("joined", 0))
+        """How many times workers have connected so far; one that reconnects counts again."""
+        return self._counts["pipes"]
 
-    def tell(self, token: str) -> None:
-        """Describes this server to who looks into its store (see about.py)."""
-        about.tell(self._store, token)
+    @property
+    def num_refused(self) -> int:
+        """How many peers were refused before they had proven the token, or had introduced themselves."""
+        return self._counts["refused"]
 
-    def beat(self) -> None:
-        """Tells the time there, if it is time to."""
-        now = time.monotonic()
-        if now >= self._next_beat:
-            self._next_beat = now + about.BEAT_SECONDS
-            about.tell_time(self._store)
+    @property
+    def bytes_carried(self) -> tuple[int, int]:
+        """Through the tunnel: from workers, to workers. What processes of one machine read across is not in it."""
+        return self._counts["received"], self._counts["sent"]
 
     def close(self) -> None:
-        """Ends the serving. One whose agent was replaced is ended by the end of the process alone."""
-        self._guard.close()
-        if not self._guard.num_replaced:
+        """Ends the serving; what was answered last is still delivered."""
+        self._closing.set()
+        if api._is_current_rpc_agent_set():
             rpc.shutdown(graceful=False)
+        self._public.close()
+        self._agent.close()
+        shut(self._control)
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _start_gate(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, its = socket.socketpair()
+        handed = (self._public.fileno(), self._agent.fileno())
+        command = [sys.executable, "-m", "ringmaster_dist.transport.gate", *map(str, handed)]
+        with its:
+            process = subprocess.Popen(command, stdin=its, stdout=subprocess.DEVNULL, pass_fds=handed)
+        ours.sendall(json.dumps(self._settings).encode() + b"\n")
+        return process, ours
+
+    def _watch(self) -> None:
+        """Keeps the gate alive and its counts at hand; notices when the agent does not listen any more."""
+        before = dict(self._counts)  # of earlier gates
+        deaths: list[float] = []
+        while not self._closing.is_set():
+            try:
+                self._follow_gate(before)
+            except OSError as error:
+                log.debug("the gate's control connection: %s", error)
+            if self._closing.is_set() or self._failure:
+                self._ready.set()
+                return
+            now = time.monotonic()
+            deaths = [death for death in deaths if now - death < _GATE_DEATHS_SECONDS] + [now]
+            if len(deaths) > _MOST_GATE_DEATHS:
+                self._failure = f"the gate has died {len(deaths)} times within {_GATE_DEATHS_SECONDS:g} s"
+                return
+            self._process.kill()
+            log.warning("server: the gate has died (exit code %s): starting another", self._process.wait())
+            before = dict(self._counts)
+            self._process, self._control = self._start_gate()
+
+    def _follow_gate(self, before: dict[str, int]) -> None:
+        """Until it dies, or the agent has failed."""
+        self._control.settimeout(_LOOK_SECONDS)
+        line = b""
+        while not self._closing.is_set():
+            try:
+                data = self._control.recv(4096)
+                if not data:
+                    return
+                *lines, line = (line + data).split(b"\n")
+                for facts in map(json.loads, lines):
+                    if "failed" in facts:
+                        self._failure = facts["failed"]
+                        return
+                    self._counts = {name: before[name] + facts[name] for name in before}
+                    self._ready.set()
+            except TimeoutError:
+                pass
+            if not self._agent_listens():
+                self._failure = "torch's RPC agent has stopped listening"
+                return
+
+    def _agent_listens(self) -> bool:
+        try:
+            return os.fstat(self._descriptor).st_ino == self._inode
+        except OSError:
+            return False
+
+
+def versions() -> dict[str, Any]:
+    """What this end of a connection runs."""
+    return {
+        "program": __version__,
+        "protocol": PROTOCOL_VERSION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 class Client:
-    """A worker's end: the five calls, each with its own timeout. Every call may raise `Unreachable`."""
+    """A worker's end: the five calls, each with its own timeout. Every call may raise `Unreachable`.
 
-    def __init__(self, server: str, *, connect_seconds: float, call_seconds: float) -> None:
-        host, _, port = server.rpartition(":")
+    To make one raises `Unreachable`, or `Mistrusted` where a retry would not help.
+    """
+
+    def __init__(
+        self, server: str, *, token: str, connect_seconds: float, call_seconds: float, tls: bool = True
+    ) -> None:
         self._server, self._seconds = server, call_seconds
-        try:  # with a plain socket first: c10d writes a stack trace on every failed connect
-            addresses.route_to(host)
-            socket.create_connection((host, int(port)), timeout=connect_seconds).close()
-        except OSError as error:
-            raise Unreachable(f"no server at {server} ({error.strerror or error})") from error
-        found = look_up(host, int(port), f"{_SERVER}/addrs/{_SERVER}", connect_seconds)
-        if found is None:
-            raise Unreachable(f"something listens at {server}, but did not answer as a server of this system")
-        private = dist.HashStore()  # in this process: to make the agent takes nobody else
+        context = identity.worker_context(token) if tls else None
+        first = dial(server, context, connect_seconds)
+        self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds), connect_seconds)
+        private = dist.HashStore()
         private.set("names/0", _SERVER)
-        private.set(f"addrs/{_SERVER}", found.address)
+        private.set(f"addrs/{_SERVER}", f"uv://{self._tunnel.address}")
+        machine = re.sub("[^A-Za-z0-9-]", "-", platform.node())[:64]  # an agent's name may have no other letters
+        name = f"{machine}:{os.getpid()}:{next(_numbers)}"
         try:
-            _start_agent(private, f"worker-{found.number}", 1, 2, 4, call_seconds)
-        except RuntimeError as error:
+            port = _start_agent(private, name, 1, 2, 4, call_seconds)
+            _, listener = sockets.own_listener(port)
+        except (OSError, RuntimeError) as error:
+            self.close()
             raise Unreachable(f"no agent can be started for the server at {server}: {error}") from error
+        with listener:
+            shut(listener)  # nobody connects to a worker
+        sockets.cut_accepted(port)
 
     def close(self) -> None:
         """Drops the connection; a new client may be made afterwards, in the same process."""
         if api._is_current_rpc_agent_set():
             rpc.shutdown(graceful=False)
+        self._tunnel.close()
 
     def join(self, request: JoinRequest) -> Welcome:
         welcome: Welcome = self._call(surface.join, request)
@@ -194,6 +302,11 @@ class Client:
             refused = "UnpicklingError" in text or text.startswith(("TypeError", "ValueError", "AttributeError"))
             if refused or not isinstance(error, RuntimeError):
                 raise Misunderstood(f"the server at {self._server} cannot take the call: {_gist(text)}") from error
+            if self._tunnel.failure:
+                raise Misunderstood(
+                    f"torch {torch.__version__} does not write what this version of ringmaster knows: "
+                    f"{self._tunnel.failure}"
+                ) from error
             raise Unreachable(f"lost the server at {self._server}") from error
 
 

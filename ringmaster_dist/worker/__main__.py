@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ringmaster_dist.transport.quiet import quiet_environment
@@ -16,8 +17,10 @@ from ringmaster_dist.config.build import explain_difference  # noqa: E402
 from ringmaster_dist.config.errors import UserError  # noqa: E402
 from ringmaster_dist.config.secret import given_token  # noqa: E402
 from ringmaster_dist.logs import log_as_told  # noqa: E402
+from ringmaster_dist.transport.addresses import split  # noqa: E402
+from ringmaster_dist.transport.errors import Mistrusted, Misunderstood, Unreachable  # noqa: E402
 from ringmaster_dist.transport.memory import keep_memory  # noqa: E402
-from ringmaster_dist.transport.star import Client, Misunderstood, Unreachable  # noqa: E402
+from ringmaster_dist.transport.star import Client  # noqa: E402
 from ringmaster_dist.worker.job import make_job  # noqa: E402
 from ringmaster_dist.worker.loop import Failed, Job, Lost, Refused, Worker  # noqa: E402
 
@@ -33,6 +36,8 @@ there yet, and for one that has gone; the configuration comes from the server. U
   server            where the server is; <run.dir>/address on its machine has it. server=@FILE: what FILE says, read
                     at every attempt, for a server that may come back at another place
   token_file        the file with the run's token; else RINGMASTER_TOKEN_FILE names it, or RINGMASTER_TOKEN is it
+  target            the problem.target this worker may import, where the run has one of its own (problem=python)
+  tls               false: without encryption, for a server with server.tls=false (true)
   slot              whose place in the delay profile it keeps the pace of, where the run is paced (-1: that of its id)
   connect_seconds   it waits this long for a connection (10)
   call_seconds      and this long for an answer, then it connects anew and asks again (60)
@@ -41,7 +46,7 @@ there yet, and for one that has gone; the configuration comes from the server. U
 RINGMASTER_LOG=INFO says more. Exit code 0: the run is over. 1: the server is lost, or gradients cannot be computed
 here. 2: a mistake, or the server refuses this worker; the line on stderr says why.
 """
-_KEYS = ("server", "token_file", "slot", "connect_seconds", "call_seconds", "patience_seconds")
+_KEYS = ("server", "token_file", "target", "tls", "slot", "connect_seconds", "call_seconds", "patience_seconds")
 
 
 def main(argv: list[str]) -> int:
@@ -55,15 +60,16 @@ def main(argv: list[str]) -> int:
         seconds = {name: float(given.get(name, default)) for name, default in
                    (("connect_seconds", 10), ("call_seconds", 60), ("patience_seconds", 180))}  # fmt: skip
         slot = int(given.get("slot", -1))
+        tls = _true_or_false("tls", given.get("tls", "true"))
     except (ValueError, UserError) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
         return 2
-    return work(given["server"], token, slot=slot, **seconds)
+    return work(given["server"], token, slot=slot, tls=tls, target=given.get("target", ""), **seconds)
 
 
 def work(
-    server: str | Callable[[], str], token: str, make: Callable[[str, int], Job] = make_job, /, *, slot: int = -1,
-    connect_seconds: float = 10.0, call_seconds: float = 60.0, patience_seconds: float = 180.0,
+    server: str | Callable[[], str], token: str, make: Callable[..., Job] = make_job, /, *, slot: int = -1,
+    tls: bool = True, target: str = "", connect_seconds: float = 10.0, call_seconds: float = 60.0, patience_seconds: float = 180.0,
 ) -> int:  # fmt: skip
     """Works until the run is over; returns the exit code. ``server`` is an address, @FILE, or who knows one."""
     keep_memory()
@@ -73,10 +79,10 @@ def work(
     def connect() -> Client:
         nonlocal where
         where = _where(server) if isinstance(server, str) else server()
-        return Client(where, connect_seconds=connect_seconds, call_seconds=call_seconds)
+        return Client(where, token=token, tls=tls, connect_seconds=connect_seconds, call_seconds=call_seconds)
 
     worker = Worker(
-        connect, Unreachable, make, token=token, slot=slot, patience_seconds=patience_seconds,
+        connect, Unreachable, partial(make, target=target), token=token, slot=slot, patience_seconds=patience_seconds,
         explain=explain_difference,
     )  # fmt: skip
     try:
@@ -86,6 +92,9 @@ def work(
         return 2
     except UserError as error:
         print(f"ringmaster worker: the run at {where} cannot be joined from here: {error}", file=sys.stderr)
+        return 2
+    except Mistrusted as error:
+        print(f"ringmaster worker: {error}", file=sys.stderr)
         return 2
     except (Lost, Failed, Misunderstood) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
@@ -103,14 +112,17 @@ def _where(server: str) -> str:
         text = Path(server[1:]).read_text().strip()
     except OSError as error:
         raise Unreachable(f"no server has written {server[1:]} ({error.strerror})") from error
-    if not _is_address(text):
-        raise Unreachable(f"{server[1:]} has no HOST:PORT")
+    try:
+        split(text)
+    except ValueError as error:
+        raise Unreachable(f"{server[1:]} has no HOST:PORT") from error
     return text
 
 
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit()
+def _true_or_false(key: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{key}={text}: write true or false")
+    return text == "true"
 
 
 def _parse(argv: list[str]) -> dict[str, str]:
@@ -121,8 +133,11 @@ def _parse(argv: list[str]) -> dict[str, str]:
             raise ValueError(f"{word!r} is not understood: write key=value with {', '.join(_KEYS)}")
         given[key] = value
     server = given.get("server", "")
-    if not (_is_address(server) or (server.startswith("@") and server[1:])):
-        raise ValueError(f"server={server}: write server=HOST:PORT; <run.dir>/address has it")
+    if not server.startswith("@"):
+        try:
+            split(server)
+        except ValueError as error:
+            raise ValueError(f"server={server}: write server=HOST:PORT; <run.dir>/address has it ({error})") from error
     return given
 
 

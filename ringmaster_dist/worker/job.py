@@ -8,13 +8,22 @@ import torch
 
 from ringmaster_dist.config.build import build_fingerprint, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
+from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.wire import Ends
 from ringmaster_dist.worker.loop import Job
 
 
-def make_job(config_text: str, slot: int) -> Job:
+def make_job(config_text: str, slot: int, target: str = "") -> Job:
+    """``target`` is the one problem.target that this worker may import. Raises UserError for another."""
     config = from_yaml(config_text)
+    if config.problem.name == "python" and config.problem.target != target:
+        wanted = config.problem.target
+        given = f"target={target} was given" if target else "none was allowed"
+        raise UserError(
+            f"the run needs code of yours, problem.target={wanted}, and {given}: a worker imports only what it was "
+            f"told to: add target={wanted}"
+        )
     torch.set_num_threads(config.cluster.threads)  # several workers share a machine; bits depend on this number
     problem = build_problem(config, device_of(slot), rows_of(config, slot))
     cluster = config.cluster

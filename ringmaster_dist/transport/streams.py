@@ -1,0 +1,156 @@
+"""A byte stream over a socket: encrypted, or plain where that is wanted. Both ends of the tunnel use it.
+
+TLS runs over memory buffers (``ssl.MemoryBIO``) rather than ``SSLSocket``: one call encrypts or decrypts a quarter of a
+megabyte, and the same object serves a handshake without blocking and, later, two threads that block. One thread may
+read while another writes; OpenSSL's object is locked, the socket is not.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import threading
+from typing import Protocol
+
+from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, Unexpected
+
+PIECE_BYTES = 1 << 18
+_MOST_FRAME_BYTES = 1 << 16
+
+
+class Stream(Protocol):
+    """What the tunnel's ends read from and write to."""
+
+    socket: socket.socket
+
+    def receive_into(self, view: memoryview) -> int:
+        """Blocks until there is something; 0 at the end. Raises OSError."""
+        ...
+
+    def send(self, data: bytes | bytearray | memoryview) -> None:
+        """Blocks until all of it is handed to the system. Raises OSError."""
+        ...
+
+
+class PlainStream:
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.receive_into = connection.recv_into
+        self.send = connection.sendall
+
+
+class TlsStream:
+    """Call `handshake` until it says True, with what the peer sends given to `feed`; then use it as a `Stream`."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
+        self.socket = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._lock = threading.Lock()
+        self._raw = memoryview(bytearray(PIECE_BYTES + (PIECE_BYTES >> 4)))  # a piece with its records' overhead
+
+    @property
+    def purpose(self) -> str | None:
+        """What the peer asked for (ALPN)."""
+        return self._object.selected_alpn_protocol()
+
+    @property
+    def certificate(self) -> bytes | None:
+        """The peer's, DER."""
+        return self._object.getpeercert(binary_form=True)
+
+    def feed(self, data: bytes | memoryview) -> None:
+        self._incoming.write(data)
+
+    def handshake(self) -> bool:
+        """One step, without waiting for the peer; whether the peer has proven itself. Raises ssl.SSLError."""
+        try:
+            self._object.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        finally:
+            self._flush()
+        return True
+
+    def handshake_blocking(self) -> None:
+        """All of it, within the socket's timeout. Raises OSError, of which ssl.SSLError is one, or EOFError."""
+        while not self.handshake():
+            self._fill()
+
+    def take(self) -> bytes:
+        """What can be decrypted so far, without waiting."""
+        data = bytearray(PIECE_BYTES)
+        return bytes(data[: self._decrypt_into(memoryview(data))])
+
+    def receive_into(self, view: memoryview) -> int:
+        try:
+            while not (count := self._decrypt_into(view)):
+                self._fill()
+        except (EOFError, ssl.SSLZeroReturnError):
+            return 0
+        return count
+
+    def send(self, data: bytes | bytearray | memoryview) -> None:
+        with self._lock:
+            self._object.write(data)
+            encrypted = self._outgoing.read()
+        self.socket.sendall(encrypted)
+
+    def _decrypt_into(self, view: memoryview) -> int:
+        """As many records as are there and fit: OpenSSL gives them one by one."""
+        count = 0
+        with self._lock:
+            try:
+                while count < len(view):
+                    count += self._object.read(len(view) - count, view[count:])
+            except ssl.SSLWantReadError:
+                pass
+        return count
+
+    def _fill(self) -> None:
+        count = self.socket.recv_into(self._raw)
+        if not count:
+            raise EOFError("the peer has closed the connection")
+        self.feed(self._raw[:count])
+
+    def _flush(self) -> None:
+        encrypted = self._outgoing.read()
+        if encrypted:
+            self.socket.sendall(encrypted)
+
+
+def tune(connection: socket.socket) -> socket.socket:
+    """No delay for small messages, and no connection that outlives its peer for long."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
+def shut(connection: socket.socket) -> None:
+    """Ends a connection for both sides; threads that wait on it wake up."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has ended already
+        return
+
+
+def read_frame(stream: Stream) -> bytes:
+    """A whole frame of TensorPipe's, of the small ones that open a connection. Raises OSError or Unexpected."""
+    (length,) = struct.unpack("<Q", _read_exactly(stream, LENGTH_BYTES))
+    if length > _MOST_FRAME_BYTES:
+        raise Unexpected(f"an answer of {length} bytes")
+    return _read_exactly(stream, length)
+
+
+def _read_exactly(stream: Stream, count: int) -> bytes:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        received = stream.receive_into(view)
+        if not received:
+            raise ConnectionError("the other side has closed the connection")
+        view = view[received:]
+    return bytes(data)

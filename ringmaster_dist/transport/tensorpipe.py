@@ -1,0 +1,267 @@
+"""How torch's TensorPipe agents talk, as far as the tunnel has to know it.
+
+A connection carries frames: eight bytes of length (little-endian), then the frame. A worker opens one connection for
+its calls. Its first frame is a greeting with the worker's name, the second a brochure of what it can do. The server
+answers with the address at which it expects further connections and a registration number for each; these begin with
+that number. Then every call is a descriptor, which states all lengths, and four payload frames: message type, message
+id, the call, and a pickle of what its tensors look like. Tensors travel on a channel's connections: as they are
+(``basic``), or as an address in the sender's memory (``cma``, for processes of one machine).
+
+Frames are encoded with libnop. Everything here raises `Unexpected` for bytes that are not what torch 2.6 to 2.13 writes:
+nothing is guessed, and nothing is passed over.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import NamedTuple
+
+LENGTH_BYTES = 8
+PYTHON_CALL = struct.pack("<i", 0x102)  # a message type of torch RPC: a call of a Python function, and nothing else
+_DESCRIPTOR_REPLY = 1  # the purpose of a pipe's second connection
+_STRUCTURE, _ARRAY, _MAP, _BINARY, _STRING, _VARIANT = 0xB9, 0xBA, 0xBB, 0xBC, 0xBD, 0xB8
+_WIDTHS = {0x80: "<B", 0x81: "<H", 0x82: "<I", 0x83: "<Q"}
+
+
+class Unexpected(ValueError):
+    """Bytes that are not what torch is known to write."""
+
+
+class Reader:
+    """Reads a frame from front to back."""
+
+    def __init__(self, frame: bytes) -> None:
+        self._frame, self.position = frame, 0
+
+    def _take(self, count: int) -> bytes:
+        piece = self._frame[self.position : self.position + count]
+        if len(piece) != count:
+            raise Unexpected("a frame that is cut short")
+        self.position += count
+        return piece
+
+    def _prefix(self, prefix: int) -> None:
+        if self._take(1)[0] != prefix:
+            raise Unexpected(f"a frame without {prefix:#x} where it belongs")
+
+    def integer(self) -> int:
+        first = self._take(1)[0]
+        if first < 0x80:
+            return first
+        if first not in _WIDTHS:
+            raise Unexpected("a frame without a number where it belongs")
+        layout = _WIDTHS[first]
+        (value,) = struct.unpack(layout, self._take(struct.calcsize(layout)))
+        return int(value)
+
+    def text(self) -> str:
+        self._prefix(_STRING)
+        return self._take(self.integer()).decode("latin-1")
+
+    def numbers(self) -> list[int]:
+        """A vector of 64-bit numbers."""
+        self._prefix(_BINARY)
+        data = self._take(self.integer())
+        if len(data) % 8:
+            raise Unexpected("a vector of odd length")
+        return list(struct.unpack(f"<{len(data) // 8}Q", data))
+
+    def structure(self, members: int) -> None:
+        self._prefix(_STRUCTURE)
+        if self.integer() != members:
+            raise Unexpected("a structure with other members")
+
+    def variant(self) -> int:
+        self._prefix(_VARIANT)
+        return self.integer()
+
+    def count(self, prefix: int) -> range:
+        """The elements of an array or a map."""
+        self._prefix(prefix)
+        return range(self.integer())
+
+    def device(self) -> str:
+        self.structure(2)
+        return f"{self.text()}:{self.integer()}"
+
+    def end(self) -> None:
+        if self.position != len(self._frame):
+            raise Unexpected("a frame with something behind its end")
+
+
+class Greeting(NamedTuple):
+    """The first frame of a connection: a new pipe's, with the worker's name, or a further one's, with its number."""
+
+    name: str | None
+    registration: int | None
+
+
+def read_greeting(frame: bytes) -> Greeting:
+    reader = Reader(frame)
+    kind = reader.variant()
+    reader.structure(1)
+    if kind == 0:
+        greeting = Greeting(reader.text(), None)
+    elif kind == 1:
+        greeting = Greeting(None, reader.integer())
+    else:
+        raise Unexpected("a greeting of another kind")
+    reader.end()
+    return greeting
+
+
+def read_brochure(frame: bytes) -> None:
+    """Checks its form: which transports and channels the worker knows."""
+    reader = Reader(frame)
+    reader.structure(2)
+    for _ in reader.count(_MAP):
+        reader.text(), reader.text()
+    for _ in reader.count(_MAP):
+        reader.text()
+        _device_descriptors(reader)
+    reader.end()
+
+
+def probe() -> bytes:
+    """What a worker that knows only sockets would open a pipe with: greeting and brochure."""
+
+    def text(words: str) -> bytes:
+        return bytes([_STRING, len(words)]) + words.encode()
+
+    def structure(*members: bytes) -> bytes:
+        return bytes([_STRUCTURE, len(members)]) + b"".join(members)
+
+    def mapping(key: bytes, value: bytes) -> bytes:
+        return bytes([_MAP, 1]) + key + value
+
+    device = structure(text("cpu"), b"\0")
+    greeting = bytes([_VARIANT, 0]) + structure(text("probe"))
+    brochure = structure(mapping(text("uv"), text("uv:*")), mapping(text("basic"), mapping(device, text("any"))))
+    return framed(greeting) + framed(brochure)
+
+
+class Answer(NamedTuple):
+    """The server's answer to a brochure."""
+
+    before: bytes  # the frame up to the address
+    address: str  # where the worker is to open its further connections
+    after: bytes
+    reply: int  # the registration number of the pipe's second connection
+    channels: dict[str, list[int]]  # and those of each channel's connections
+
+    @property
+    def num_connections(self) -> int:
+        return 1 + sum(map(len, self.channels.values()))
+
+    def naming(self, address: str) -> bytes:
+        """The same answer with another address in it."""
+        return self.before + bytes([_STRING, len(address)]) + address.encode() + self.after
+
+
+def read_answer(frame: bytes) -> Answer:
+    reader = Reader(frame)
+    reader.structure(7)
+    if reader.text() != "uv":
+        raise Unexpected("an answer that chooses another transport than uv")
+    start = reader.position
+    address = reader.text()
+    end = reader.position
+    replies = {reader.integer(): reader.integer() for _ in reader.count(_MAP)}
+    reader.text()
+    channels = {reader.text(): reader.numbers() for _ in reader.count(_MAP)}
+    for _ in reader.count(_MAP):
+        reader.text()
+        _device_descriptors(reader)
+    for _ in reader.count(_MAP):
+        if len(reader.count(_ARRAY)) != 2:
+            raise Unexpected("an answer about other than pairs of devices")
+        reader.device(), reader.device(), reader.text()
+    reader.end()
+    if set(replies) != {_DESCRIPTOR_REPLY} or len(address) >= 0x80:
+        raise Unexpected("an answer with other connections")
+    if {name: len(numbers) for name, numbers in channels.items()} not in ({"basic": 1}, {"cma": 2}):
+        raise Unexpected(f"an answer that chooses the channels {sorted(channels)}")
+    return Answer(frame[:start], address, frame[end:], replies[_DESCRIPTOR_REPLY], channels)
+
+
+class Descriptor(NamedTuple):
+    """What a message is made of."""
+
+    payloads: list[int]  # the bytes of each
+    tensors: list[int]
+
+
+def read_descriptor(frame: bytes) -> Descriptor:
+    reader = Reader(frame)
+    reader.structure(3)
+    metadata = [reader.text()]
+    payloads, tensors = [], []
+    for _ in reader.count(_ARRAY):
+        reader.structure(2)
+        payloads.append(reader.integer())
+        metadata.append(reader.text())
+    for _ in reader.count(_ARRAY):
+        reader.structure(4)
+        tensors.append(reader.integer())
+        if (reader.device(), reader.device()) != ("cpu:0", "cpu:0"):
+            raise Unexpected("a tensor that is not in the memory of the CPU")
+        metadata.append(reader.text())
+    reader.end()
+    if len(payloads) != 4 or any(metadata):
+        raise Unexpected("a message that is not one of torch RPC")
+    return Descriptor(payloads, tensors)
+
+
+def read_memory_address(frame: bytes) -> int:
+    """The process that a ``cma`` descriptor names; the address in it may be any."""
+    reader = Reader(frame)
+    reader.structure(2)
+    process = reader.integer()
+    reader.integer()
+    reader.end()
+    return process
+
+
+# A vector without strides or offset is all that is sent. The unpickler behind this, C++ that believes what it is told,
+# would also take sizes that reach beyond the bytes that came.
+_INTEGER = rb"(K.|M..|J....|\x8a\x08.{8})"
+_EMPTY = b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](etR."
+_VECTOR = re.compile(
+    rb"\x80\x02ctorch\.jit\._pickle\nbuild_tensorlist\nq\x00\(\]\("
+    rb"ctorch\._utils\n_rebuild_tensor_v2\nq\x01\(\(X\x07\0\0\0storageq\x02ctorch\n(\w{1,16})Storage\nq\x03"
+    rb"X\x01\0\0\0000q\x04X\x03\0\0\0cpuq\x05" + _INTEGER + rb"tQq\x06K\0\(" + _INTEGER + rb"t\(K\x01t\x89"
+    rb"ccollections\nOrderedDict\nq\x07\)RtRq\x08etR\.",
+    re.DOTALL,
+)
+_ITEM_BYTES = {b"Double": 8, b"Float": 4, b"Half": 2, b"BFloat16": 2, b"Long": 8, b"Int": 4, b"Short": 2, b"Char": 1}
+
+
+def check_tensors(pickle: bytes, lengths: list[int]) -> None:
+    """That the pickle which describes a message's tensors describes these bytes, as vectors, and nothing else."""
+    if not lengths:
+        if pickle != _EMPTY:
+            raise Unexpected("a description of tensors that were not sent")
+        return
+    found = _VECTOR.fullmatch(pickle)
+    if found is None or len(lengths) != 1:
+        raise Unexpected("a tensor that is not one plain vector")
+    kind, stored, size = found.groups()
+    item_bytes = _ITEM_BYTES.get(kind, 0)
+    if not item_bytes or any(_integer(text) * item_bytes != lengths[0] for text in (stored, size)):
+        raise Unexpected("a tensor of another size than the bytes that came")
+
+
+def _integer(text: bytes) -> int:
+    """As the unpickler reads it."""
+    digits = text[2:] if text[:1] == b"\x8a" else text[1:]
+    return int.from_bytes(digits, "little", signed=text[:1] in b"J\x8a")
+
+
+def framed(frame: bytes) -> bytes:
+    return struct.pack("<Q", len(frame)) + frame
+
+
+def _device_descriptors(reader: Reader) -> None:
+    for _ in reader.count(_MAP):
+        reader.device(), reader.text()
