@@ -193,7 +193,7 @@ def _free_port() -> int:
 def _our_exchange(address: str, wire: Wire, size: int) -> tuple[Callable[[], None], Callable[[], None]]:
     from ringmaster_dist.transport.star import Client
 
-    client = Client(address, connect_seconds=10.0, call_seconds=60.0)
+    client = Client(address, token=TOKEN, connect_seconds=10.0, call_seconds=60.0)
     welcome = client.join(JoinRequest(PROTOCOL_VERSION, TOKEN, 0))
     assert welcome.snapshot is not None
     gradient, at = torch.randn(size), [0, welcome.snapshot.version]

@@ -13,7 +13,7 @@ import torch
 from ringmaster_dist.bench.update import paper_parameters
 from ringmaster_dist.wire import Wire
 
-TOKEN = "bench"
+TOKEN = "a token of benches only"
 
 
 class Peer:
@@ -62,7 +62,10 @@ class Ignore:
         return {}
 
 
-def serve(problem: str, wire: Wire, *, threshold: float, updates: bool, compute_threads: int = 1) -> None:
+def serve(
+    problem: str, wire: Wire, *, threshold: float, updates: bool, compute_threads: int = 1, host: str = "127.0.0.1",
+    tls: bool = True,
+) -> None:  # fmt: skip
     """Serves until the process is ended. Without ``updates`` versions count on and nothing is computed."""
     from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
     from ringmaster_dist.algorithm.methods import Method
@@ -86,7 +89,7 @@ def serve(problem: str, wire: Wire, *, threshold: float, updates: bool, compute_
         "", "", TOKEN, max_updates=float("inf"), max_seconds=float("inf"), lease_seconds=600.0, wire=wire
     )
     service = Service(core, settings, Ignore())
-    host = Host(service, "127.0.0.1", 0, threads=16, timeout=60.0)
+    hosted = Host(service, host, 0, token=TOKEN, tensor_bytes=4 * layout.size, tls=tls)
     service.start()
-    print(host.address, flush=True)
+    print(hosted.address, flush=True)
     signal.pause()

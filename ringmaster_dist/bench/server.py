@@ -113,7 +113,7 @@ class _Pusher:
 
         keep_memory()
         torch.set_num_threads(1)
-        self._client = Client(address, connect_seconds=10.0, call_seconds=60.0)
+        self._client = Client(address, token=TOKEN, connect_seconds=10.0, call_seconds=60.0)
         welcome = self._client.join(JoinRequest(PROTOCOL_VERSION, TOKEN, 0))
         assert welcome.snapshot is not None
         self._session, self.version = welcome.session, welcome.snapshot.version

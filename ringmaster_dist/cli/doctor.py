@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.secret import given_token
+from ringmaster_dist.transport.addresses import split
 
 if TYPE_CHECKING:
     from ringmaster_dist.doctor import Finding
@@ -18,8 +19,8 @@ _HELP = """ringmaster doctor [server=HOST:PORT] [token_file=FILE] [--quick]
 
 Looks at what commonly breaks a cluster; each line says ok or what to do. On one machine alone: versions, network names
 and interfaces, shared memory, disk, open files, clock, devices with the types they compute in, and a small run of a
-server and two workers. With server=, as a worker would see it from here: name, store, versions, RPC address and a call,
-token, clock skew. It does not join the run.
+server and two workers. With server=, as a worker would see it from here: name, port, token, versions, a call, clock
+skew. It does not join the run.
 
   token_file=FILE   the run's token, RUN_DIR/token (or RINGMASTER_TOKEN_FILE, RINGMASTER_TOKEN)
   --quick           without the small run
@@ -47,15 +48,18 @@ def main(argv: list[str]) -> int:
         if "--quick" not in argv:
             ok &= _show("", [small_run()])
         return 0 if ok else 1
-    host, _, port = given["server"].rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise UserError(f"server={given['server']}: write server=HOST:PORT; RUN_DIR/address has it")
+    try:
+        split(given["server"])
+    except ValueError as error:
+        raise UserError(
+            f"server={given['server']}: write server=HOST:PORT; RUN_DIR/address has it ({error})"
+        ) from error
     token = given_token(given.get("token_file", "")) or None
 
     from ringmaster_dist.doctor.server import server_findings
 
     ok = _show("this machine", machine_findings(Path.cwd()))
-    ok &= _show(f"the server at {given['server']}", server_findings(host, int(port), token))
+    ok &= _show(f"the server at {given['server']}", server_findings(given["server"], token))
     sys.stdout.flush()
     os._exit(0 if ok else 1)  # without the interpreter's farewell: TensorPipe's threads may hang in it
 

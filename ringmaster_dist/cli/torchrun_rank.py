@@ -1,63 +1,92 @@
-"""One rank of a torchrun: rank 0 is the server, every other rank a worker of it."""
+"""One rank of a torchrun: rank 0 is the server, every other rank a worker of it.
+
+Ranks on the machine of rank 0 learn from a file where the server is (see meeting.py). A rank on another machine needs
+the server's address as server.host and server.port, and the token as RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN.
+"""
 
 from __future__ import annotations
 
 import os
 
+from ringmaster_dist.cli.meeting import Meeting
 from ringmaster_dist.cli.train import RunIsOver, prepare, show_summary
+from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.secret import given_token
 from ringmaster_dist.logs import log_as_told
-
-_STORE_SECONDS = 60.0
-_FIND_SECONDS = 24 * 3600.0  # rank 0 may have data to prepare first; torchrun ends the others if it dies
+from ringmaster_dist.transport.addresses import is_loopback, joined
 
 
 def main(argv: list[str]) -> int:
-    from ringmaster_dist.transport.rendezvous import Rendezvous
-
     log_as_told()
-    rank = int(os.environ["RANK"])
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     workers = int(os.environ["WORLD_SIZE"]) - 1
     if workers == 0 and "cluster.local_workers=0" not in argv:
         raise UserError(
             "rank 0 serves and the others work: use --nproc-per-node=2 or more, "
             "or cluster.local_workers=0 for a server whose workers come from elsewhere"
         )
-    meeting = Rendezvous(_FIND_SECONDS if rank else _STORE_SECONDS)
-    if rank > 0:
-        from ringmaster_dist.worker.__main__ import work
+    if rank != local_rank:
+        return _work_elsewhere(argv, rank)
+    meeting = Meeting()
+    return _serve(argv, workers, meeting) if rank == 0 else _work(rank, meeting)
 
-        server = meeting.find()
-        if server.get("over"):
-            return 0
-        # Asked at every attempt to connect: it may have begun to serve anew, elsewhere.
-        return work(lambda: meeting.find()["address"], server["token"], slot=rank - 1, **server["timeouts"])
 
+def _work(rank: int, meeting: Meeting) -> int:
+    from ringmaster_dist.worker.__main__ import work
+
+    server = meeting.find("server")
+    if server.get("over"):
+        return 0
+    # Asked at every attempt to connect: after a restart the server may listen elsewhere.
+    return work(
+        lambda: str(meeting.known()["server"].get("address", server["address"])), server["token"], slot=rank - 1,
+        **server["arguments"],
+    )  # fmt: skip
+
+
+def _work_elsewhere(argv: list[str], rank: int) -> int:
+    """On a machine that rank 0 is not on."""
+    from ringmaster_dist.cli.supervisor import worker_arguments
+    from ringmaster_dist.worker.__main__ import work
+
+    config, token = to_typed(compose(argv, "train"), real_time=True), given_token()
+    if is_loopback(config.server.host) or not config.server.port or not token:
+        raise UserError(
+            f"rank {rank} is on another machine than rank 0: give every rank server.host=ADDRESS server.port=PORT of "
+            "rank 0's machine, and the token by RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN"
+        )
+    where = joined(config.server.host, config.server.port)
+    return work(where, token, slot=rank - 1, **worker_arguments(config))
+
+
+def _serve(argv: list[str], workers: int, meeting: Meeting) -> int:
     from ringmaster_dist.cli.serve import serve
     from ringmaster_dist.cli.signals import stop_signals
-    from ringmaster_dist.cli.supervisor import timeouts
+    from ringmaster_dist.cli.supervisor import worker_arguments
 
     numbers = [f"cluster.workers={workers}"] if workers else []
     try:
-        config, config_text, directory = prepare([*_going_on(argv, meeting.begun()), *numbers])
+        config, config_text, directory = prepare([*_resumed(argv, meeting.known().get("directory", "")), *numbers])
     except RunIsOver as over:
         print(over)
-        meeting.publish({"over": True})
+        meeting.publish({"server": {"over": True}})
         return 0
-    meeting.begin(str(directory.path))
+    meeting.publish({"directory": str(directory.path)})
     token = directory.read("token")
 
     def announce(address: str) -> None:
-        meeting.publish({"address": address, "token": token, "timeouts": timeouts(config)})
+        meeting.publish({"server": {"address": address, "token": token, "arguments": worker_arguments(config)}})
 
     with stop_signals() as asked:
         serve(config, config_text, directory, token, announce=announce, should_stop=asked)
+    meeting.publish({"server": {"over": True}})  # in place of the token
     show_summary(directory, report=config.run.report)
     return 0
 
 
-def _going_on(argv: list[str], begun: str) -> list[str]:
-    """torchrun starts all ranks again when one has died (``--max-restarts``): then the run it has begun goes on."""
+def _resumed(argv: list[str], begun: str) -> list[str]:
+    """torchrun starts all ranks again when one has died (``--max-restarts``): then the run it has begun is resumed."""
     if not begun or any(word.startswith("resume=") for word in argv):
         return argv
     rest = [word for word in argv if word.partition("=")[0] not in ("run.dir", "run.overwrite")]

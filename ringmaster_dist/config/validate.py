@@ -128,7 +128,14 @@ def _validate_server(server: ServerConfig) -> None:
     _at_least("server.max_invalid", server.max_invalid, 1)
     _at_least("server.compute_threads", server.compute_threads, 1)
     _at_least("server.start_seconds", server.start_seconds, 0)
-    for name in ("handshake_seconds", "lease_seconds", "connect_seconds", "call_seconds", "patience_seconds", "farewell_seconds"):
+    for name in (
+        "handshake_seconds",
+        "lease_seconds",
+        "connect_seconds",
+        "call_seconds",
+        "patience_seconds",
+        "farewell_seconds",
+    ):
         _above(f"server.{name}", getattr(server, name), 0)
     if server.start_seconds >= server.call_seconds:
         raise UserError(

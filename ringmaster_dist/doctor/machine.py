@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import platform
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -18,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ringmaster_dist.doctor import Finding
+from ringmaster_dist.transport.addresses import elsewhere, is_loopback, resolve
 
 _SHM_BYTES, _DISK_BYTES, _OPEN_FILES = 256 << 20, 2 << 30, 1024
-_SIOCGIFADDR = 0x8915
 _FIRST_YEAR = 2025
 
 
@@ -55,43 +53,21 @@ def _transport() -> Finding:
 
 
 def _names() -> Finding:
-    """TensorPipe publishes the address of the host name, or of TP_SOCKET_IFNAME; else it falls back to loopback."""
-    addresses = interface_addresses()
-    listed = ", ".join(f"{name} {address}" for name, address in addresses.items()) or "none"
-    chosen = os.environ.get("TP_SOCKET_IFNAME")
-    if chosen:
-        good = chosen in addresses
-        text = f"TP_SOCKET_IFNAME={chosen}"
-        return Finding("interface", good, f"{text} is {addresses[chosen]}" if good
-                       else f"{text}: there is no such interface with an address; there are: {listed}")  # fmt: skip
-    name = socket.gethostname()
+    """What server.host could be here."""
+    name, listed = socket.gethostname(), elsewhere()
+    if listed.startswith("none"):
+        return Finding("interface", True, "there is no network but loopback: one machine alone")
+    if is_loopback(name) or not _has_address(name):
+        return Finding("interface", None, f"the host name {name} is of no use to other machines; to serve them give "
+                       f"server.host an address: {listed}")  # fmt: skip
+    return Finding("interface", True, f"other machines may know this one by {listed}")
+
+
+def _has_address(name: str) -> bool:
     try:
-        address = socket.gethostbyname(name)
+        return bool(resolve(name))
     except OSError:
-        address = ""
-    outward = [name for name, one in addresses.items() if not ipaddress.ip_address(one).is_loopback]
-    if address and not ipaddress.ip_address(address).is_loopback:
-        return Finding("interface", True, f"the host name {name} is {address}")
-    if not outward:
-        return Finding("interface", True, f"there is no network but loopback ({listed}): one machine alone")
-    what = f"is {address}" if address else "has no address"
-    return Finding("interface", None, f"the host name {name} {what}: other machines could not reach a server here; to "
-                   f"serve them give server.host an address, not a name (there are: {listed})")  # fmt: skip
-
-
-def interface_addresses() -> dict[str, str]:
-    """The IPv4 address of each interface that has one."""
-    import fcntl
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
-            except OSError:
-                continue
-    return found
+        return False
 
 
 def _shm() -> Finding:

@@ -1,54 +1,64 @@
-"""A server elsewhere, as a worker on this machine would meet it. Nothing here joins the run or disturbs it."""
+"""A server, as a worker on this machine would meet it. Nothing here joins the run or disturbs it."""
 
 from __future__ import annotations
 
-import ipaddress
-import socket
+import time
 from collections.abc import Iterator
+from typing import Any
 
 from ringmaster_dist.doctor import Finding
 from ringmaster_dist.protocol import Interruptions
-from ringmaster_dist.transport.about import Reader, digest, here
-from ringmaster_dist.transport.star import Client, Unreachable
+from ringmaster_dist.transport.addresses import resolve, split
+from ringmaster_dist.transport.errors import Mistrusted, Unreachable
+from ringmaster_dist.transport.star import Client, versions
+from ringmaster_dist.transport.tunnel import ask_about, is_ringmaster
 
 _CONNECT_SECONDS, _CALL_SECONDS = 3.0, 10.0
 _SKEW_SECONDS = 2.0
 
 
-def server_findings(host: str, port: int, token: str | None) -> Iterator[Finding]:
-    """Stops where going on makes no sense."""
-    where = f"{host}:{port}"
+def server_findings(server: str, token: str | None) -> Iterator[Finding]:
+    """Stops where a further look makes no sense."""
+    host, _ = split(server)
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        yield Finding("name", True, f"{host} is {resolve(host)[1]}")
     except OSError:
         yield Finding("name", False, f"{host} has no address: check the spelling, or use the IP address")
         return
-    yield Finding("name", True, f"{host} is {address}")
+    if token is None:
+        yield _port(server)
+        yield Finding("token", None, "not given, so the server says nothing: give token_file=RUN_DIR/token, or set "
+                      "RINGMASTER_TOKEN")  # fmt: skip
+        return
     try:
-        reader = Reader(host, port, _CONNECT_SECONDS)
-    except OSError as error:
-        why = error.strerror or "no answer in time"
-        yield Finding("store", False, f"{where} cannot be reached ({why}): is the run going on (RUN_DIR/address), is "
-                      "server.host an address other machines can reach, does a firewall stand between?")  # fmt: skip
+        asked = time.time()
+        about = ask_about(server, token, _CONNECT_SECONDS)
+        answered = time.time()
+    except Unreachable as error:
+        yield Finding("port", False, f"{error}: is the run still on (RUN_DIR/address), is server.host an address other "
+                      "machines can reach, does a firewall stand between?")  # fmt: skip
         return
-    except RuntimeError:
-        yield Finding("store", False, f"{where} answers, but not as a ringmaster server: check the port")
+    except Mistrusted as error:
+        yield Finding("token", False, str(error))
         return
-    about = reader.about()
-    if about is None:
-        yield Finding("store", False, f"{where} is a store, but of no ringmaster server that describes itself: check "
-                      "the port, and that the server's version is this one")  # fmt: skip
-        return
-    yield Finding("store", True, f"{where} answers")
+    yield Finding("port", True, f"{server} answers with TLS 1.3")
+    yield Finding("token", True, "is that of this run")
     yield _versions(about)
-    yield _rpc_address(reader.rpc_address(), str(address))
-    yield _rpc(where)
-    yield _token(token, about)
-    yield _clock(reader.clock_skew_seconds())
+    yield _call(server, token)
+    yield _clock((asked + answered) / 2 - about["time"])
 
 
-def _versions(about: dict[str, object]) -> Finding:
-    mine = here()
+def _port(server: str) -> Finding:
+    try:
+        if is_ringmaster(server, _CONNECT_SECONDS):
+            return Finding("port", True, f"a ringmaster server answers at {server}")
+    except Unreachable as error:
+        return Finding("port", False, f"{error}: check the port, and that the run is still on (RUN_DIR/address)")
+    return Finding("port", False, f"{server} answers, but not as a ringmaster server: check the port")
+
+
+def _versions(about: dict[str, Any]) -> Finding:
+    mine = versions()
     if about["protocol"] != mine["protocol"] or about["program"] != mine["program"]:
         there = f"the server is ringmaster {about['program']} (protocol {about['protocol']})"
         return Finding("versions", False, f"{there}, here {mine['program']} ({mine['protocol']}): install the same")
@@ -64,39 +74,18 @@ def _minor(version: object) -> list[str]:
     return str(version).split("+")[0].split(".")[:2]
 
 
-def _rpc_address(published: str, server: str) -> Finding:
-    host = published.partition("://")[2].rpartition(":")[0].strip("[]")
-    if not host:
-        return Finding("RPC address", False, "the server has published none: it is starting or ending; try again")
-    if ipaddress.ip_address(host).is_loopback and not ipaddress.ip_address(server).is_loopback:
-        return Finding("RPC address", False, f"the server's agent listens on {host}, where nobody else gets to: "
-                       "start it with TP_SOCKET_IFNAME=<its interface>")  # fmt: skip
-    return Finding("RPC address", True, published)
-
-
-def _rpc(where: str) -> Finding:
-    """A call that any server answers to anybody: it does not know this session."""
+def _call(server: str, token: str) -> Finding:
+    """A call that any server answers: it does not know this session."""
     try:
-        client = Client(where, connect_seconds=_CONNECT_SECONDS, call_seconds=_CALL_SECONDS)
+        client = Client(server, token=token, connect_seconds=_CONNECT_SECONDS, call_seconds=_CALL_SECONDS)
         reply = client.fetch("doctor", 0, 0, Interruptions())
         client.close()
-    except Unreachable:
-        return Finding("RPC", False, "a call was not answered: TensorPipe opens ports of its own choosing, so there "
-                       "has to be an open network between the machines, not single ports")  # fmt: skip
+    except (Unreachable, Mistrusted) as error:
+        return Finding("RPC", False, f"a call was not answered: {error}")
     return Finding("RPC", True, "a call was answered" + ("; the run is over" if reply.ended else ""))
 
 
-def _token(token: str | None, about: dict[str, object]) -> Finding:
-    if token is None:
-        return Finding("token", True, "not looked at: give token_file=RUN_DIR/token, or set RINGMASTER_TOKEN")
-    if digest(token) == about["token"]:
-        return Finding("token", True, "is that of this run")
-    return Finding("token", False, "is not that of this run: copy RUN_DIR/token from the server's machine")
-
-
-def _clock(skew: float | None) -> Finding:
-    if skew is None:
-        return Finding("clock skew", False, "the server does not tell the time any more: it has ended, or hangs")
+def _clock(skew: float) -> Finding:
     if abs(skew) < _SKEW_SECONDS:
         return Finding("clock skew", True, f"{skew:+.2f} s")
     return Finding("clock skew", False, f"this clock is {skew:+.1f} s from the server's; training does not mind, dates "

@@ -1,8 +1,8 @@
 """The server's end of the tunnel: the one port of a run that others can reach. A process of its own, without torch.
 
 A connection has to prove the token (TLS with both certificates) and to introduce itself within a time limit; only then
-a connection to the server's RPC agent is made for it, which the agent accepts from this process alone. From then on two
-threads carry bytes, one in each direction, and what comes from the worker passes the sieve.
+a connection to the server's RPC agent is made for it, which the agent accepts from this process alone. From then on the
+relay carries bytes both ways, and what comes from the worker passes the sieve.
 
 Strangers cost little: one thread looks after all who have not proven anything, at most `_MOST_UNPROVEN` of them, and
 they use this process's file descriptors, not the server's. When it is full, the address with the most of them loses its
@@ -33,7 +33,8 @@ from ringmaster_dist.logs import log_as_told
 from ringmaster_dist.transport import sieve, sockets, tensorpipe
 from ringmaster_dist.transport.identity import ABOUT, server_context
 from ringmaster_dist.transport.refusals import Refusals
-from ringmaster_dist.transport.streams import PIECE_BYTES, PlainStream, Stream, TlsStream, read_frame, shut, tune
+from ringmaster_dist.transport.relay import Pair, Relay
+from ringmaster_dist.transport.streams import PIECE_BYTES, PlainStream, TlsStream, read_frame, shut, tune
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, Unexpected
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ _KEPT_DESCRIPTORS = 32  # for everything that is not a connection
 _REPORT_SECONDS = 0.2
 _FAREWELL_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
-_STACK_BYTES = 1 << 18
 _STORE_HELLO = b"\x00\xce\xf7\x85\x3c"  # how a client of torch's TCPStore begins
 
 
@@ -83,7 +83,7 @@ class Unproven:
 
 
 class Gate:
-    """`run` is the process's main thread and serves the unproven; each proven connection has two threads."""
+    """`run` is the process's main thread and serves the unproven; the relay has threads of its own for the others."""
 
     def __init__(self, public: socket.socket, agent: socket.socket, control: socket.socket, settings: Settings) -> None:
         self._public, self._agent, self._control, self._settings = public, agent, control, settings
@@ -92,16 +92,17 @@ class Gate:
         self._unproven: dict[socket.socket, Unproven] = {}
         self._by_address: Counter[str] = Counter()
         self._refusals = Refusals(log)
-        self._lock = threading.Lock()  # for what the threads share, below
+        self._relay = Relay()
+        self._num_pipes = 0
+        self._lock = threading.Lock()
         self._further: dict[int, tuple[sieve.Pipe, str, type[sieve.Sieve]]] = {}  # connections that are expected
-        self._open: set[socket.socket] = set()
-        self._counts = {"pipes": 0, "received": 0, "sent": 0}
         self._most_open = (_raise_limit() - _KEPT_DESCRIPTORS - _MOST_UNPROVEN) // 2
 
     def run(self) -> None:
         """Until the server closes the control socket."""
         sockets.only_from(self._agent, 0)
         self._check_agent()
+        self._relay.start()
         self._public.setblocking(False)
         self._selector.register(self._public, selectors.EVENT_READ)
         self._selector.register(self._control, selectors.EVENT_READ)
@@ -122,7 +123,7 @@ class Gate:
             if now >= next_report:
                 next_report = now + _REPORT_SECONDS
                 self._refusals.report()
-                counts = {**self._counts, "refused": self._refusals.total}
+                counts = {"pipes": self._num_pipes, "refused": self._refusals.total, **self._relay.carried}
                 if counts != told:
                     told = counts
                     self._tell(counts)
@@ -146,7 +147,7 @@ class Gate:
     def _say_goodbye(self) -> None:
         """What the agent has sent last is still delivered."""
         deadline = time.monotonic() + _FAREWELL_SECONDS
-        while self._open and time.monotonic() < deadline:
+        while self._relay.num_open and time.monotonic() < deadline:
             time.sleep(0.01)
 
     # --- those that have not proven themselves --------------------------------------------------------------
@@ -208,20 +209,43 @@ class Gate:
         if frame is None:
             return
         greeting = tensorpipe.read_greeting(frame)
-        if len(self._open) >= self._most_open:
+        if self._relay.num_open >= self._most_open:
             raise Unexpected(f"there are {self._most_open} connections already, as many as file descriptors allow")
         if greeting.name is not None:
-            pipe = sieve.Pipe(_printable(greeting.name), self._settings.tensor_bytes, _owner(one.stream.socket, one.peer))
+            owner = _owner(one.stream.socket, one.peer)
+            pipe = sieve.Pipe(_printable(greeting.name), self._settings.tensor_bytes, owner)
             kind: type[sieve.Sieve] = sieve.Calls
-            self._counts["pipes"] += 1
+            self._num_pipes += 1
         else:
             pipe, kind = self._expected(greeting.registration, one.peer[0])
         connection = tune(sockets.connect_alone(self._agent))
         connection.sendall(tensorpipe.framed(frame))
         self._drop(one)
-        one.stream.socket.setblocking(True)
+        is_local = one.peer[0] == _peer(one.stream.socket.getsockname())[0]
+
+        def answered(answer: tensorpipe.Answer) -> bytes:
+            if "cma" in answer.channels and not is_local:
+                raise Unexpected("the claim to be on this machine, which it is not")
+            with self._lock:
+                self._further.update({n: (pipe, one.peer[0], kind) for n, kind in sieve.sieves_of(answer).items()})
+            return answer.frame
+
+        back = sieve.Answered(pipe, answered) if kind is sieve.Calls else sieve.Everything(pipe)
         rest = bytes(one.received[LENGTH_BYTES + len(frame) :])
-        Passage(self, one.stream, one.peer, connection, pipe, kind(pipe), rest).start()
+
+        def ended(reason: str) -> None:
+            self._forget(pipe)
+            if reason:
+                log.warning("server: worker %s at %s:%d was cut off: it sent %s", pipe.name, *one.peer, reason)
+
+        pair = Pair(one.stream, PlainStream(connection), kind(pipe), back, rest, ended)
+        self._relay.add(pair, big=kind is sieve.Tensors)
+
+    def _forget(self, pipe: sieve.Pipe) -> None:
+        """TensorPipe gives up a pipe as a whole, so what was expected of it will not come."""
+        with self._lock:
+            for number in [number for number, (owner, _, _) in self._further.items() if owner is pipe]:
+                del self._further[number]
 
     def _expected(self, number: int | None, address: str) -> tuple[sieve.Pipe, type[sieve.Sieve]]:
         with self._lock:
@@ -241,97 +265,9 @@ class Gate:
         one.stream.socket.close()
         self._refusals.add(one.peer[0], reason)
 
-    # --- called by the threads of a passage -----------------------------------------------------------------
-
-    def expect(self, pipe: sieve.Pipe, address: str, answer: tensorpipe.Answer) -> None:
-        """The further connections of a pipe, from the same address."""
-        with self._lock:
-            self._further.update({n: (pipe, address, kind) for n, kind in sieve.sieves_of(answer).items()})
-
-    def opened(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.add(connection)
-
-    def closed(self, connection: socket.socket, pipe: sieve.Pipe) -> None:
-        with self._lock:
-            self._open.discard(connection)
-            for number in [number for number, (owner, _, _) in self._further.items() if owner is pipe]:
-                del self._further[number]  # TensorPipe gives up a pipe as a whole
-
-    def count(self, name: str, number: int) -> None:
-        with self._lock:
-            self._counts[name] += number
-
-    def cut(self, pipe: sieve.Pipe, peer: tuple[str, int], reason: str) -> None:
-        log.warning("server: worker %s at %s:%d was cut off: it sent %s", pipe.name, *peer, reason)
-
-
-class Passage:
-    """Carries the bytes of one connection between a worker and the agent."""
-
-    def __init__(
-        self, gate: Gate, outside: Stream, peer: tuple[str, int], inside: socket.socket, pipe: sieve.Pipe,
-        sifter: sieve.Sieve, first: bytes,
-    ) -> None:  # fmt: skip
-        self._gate, self._outside, self._peer, self._inside = gate, outside, peer, PlainStream(inside)
-        self._pipe, self._sieve, self._first = pipe, sifter, first
-
-    def start(self) -> None:
-        self._gate.opened(self._outside.socket)
-        threading.Thread(target=self._carry, daemon=True).start()
-
-    def _carry(self) -> None:
-        other = threading.Thread(target=self._until_it_ends, args=(self._outwards,), daemon=True)
-        other.start()
-        self._until_it_ends(self._inwards)
-        other.join()
-        self._inside.socket.close()
-        self._outside.socket.close()
-        self._gate.closed(self._outside.socket, self._pipe)
-
-    def _until_it_ends(self, work: Callable[[], None]) -> None:
-        """One that ends ends the other."""
-        try:
-            work()
-        except Unexpected as error:
-            self._gate.cut(self._pipe, self._peer, str(error))
-        except OSError as error:
-            log.debug("worker %s: %s", self._pipe.name, error)
-        for stream in (self._inside, self._outside):
-            shut(stream.socket)
-
-    def _inwards(self) -> None:
-        data = memoryview(self._first)
-        buffer = memoryview(bytearray(PIECE_BYTES))
-        while True:
-            for piece in self._sieve.sift(data):
-                self._inside.send(piece)
-            count = self._outside.receive_into(buffer)
-            if not count:
-                return
-            self._gate.count("received", count)
-            data = buffer[:count]
-
-    def _outwards(self) -> None:
-        if isinstance(self._sieve, sieve.Calls):
-            frame = read_frame(self._inside)
-            answer = tensorpipe.read_answer(frame)
-            if "cma" in answer.channels and not _is_local(self._outside.socket, self._peer):
-                raise Unexpected("that it is on this machine, which it is not")
-            self._gate.expect(self._pipe, self._peer[0], answer)
-            self._outside.send(tensorpipe.framed(frame))
-        buffer = memoryview(bytearray(PIECE_BYTES))
-        while count := self._inside.receive_into(buffer):
-            self._outside.send(buffer[:count])
-            self._gate.count("sent", count)
-
 
 def _peer(address: tuple[Any, ...]) -> tuple[str, int]:
     return str(address[0]).removeprefix("::ffff:"), int(address[1])
-
-
-def _is_local(connection: socket.socket, peer: tuple[str, int]) -> bool:
-    return peer[0] == _peer(connection.getsockname())[0]
 
 
 def _raise_limit() -> int:
@@ -375,7 +311,6 @@ def _explained(error: ssl.SSLError) -> str:
 def main() -> int:
     """Started by `star.Host` with two listening sockets: the public one, and the agent's."""
     log_as_told()
-    threading.stack_size(_STACK_BYTES)
     with open("/proc/self/comm", "w") as comm:
         comm.write("gate")
     public, agent = (socket.socket(fileno=int(word)) for word in sys.argv[1:])

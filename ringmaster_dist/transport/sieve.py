@@ -1,9 +1,9 @@
-"""What a worker may send to the server's RPC agent: calls of Python functions of bounded size, their tensors, nothing else.
+"""What a worker may send to the server's RPC agent: Python calls of bounded size, their tensors, nothing else.
 
 Holding the token makes a worker a worker, no more. Calls go on to the restricted unpickler; operators by name, remote
 references and autograd contexts, which torch would serve to anybody, are messages of other types and end the
-connection, as does any length that differs from what was announced or exceeds what the model needs. Nothing of a frame
-is passed on before it was checked, except the bytes of a tensor, whose length was.
+connection, as does any length that differs from what was announced or exceeds what the model needs. Nothing of a
+message is passed on before all of it was checked, except the bytes of its tensor, whose length was.
 
 A worker's end of the tunnel uses the same sieve on its own agent: there it says that torch's bytes have changed.
 """
@@ -30,10 +30,12 @@ class Pipe:
     name: str
     most_tensor_bytes: float
     owns_process: Callable[[int], bool] = lambda process: True  # whether the worker is this process of this machine
+    sends_tensors: bool = False  # over a connection, not by their address
     _announced: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)  # bytes of tensors yet to come
 
     def announce(self, length: int) -> None:
-        self._announced.put(length)
+        if self.sends_tensors:
+            self._announced.put(length)
 
     def next_announced(self) -> int:
         """The length of the next tensor. Waits: its message travels on another connection and may be behind it."""
@@ -49,16 +51,14 @@ class Sieve:
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self._held = bytearray()  # a frame that is not whole yet, with its length
+        self._checked = bytearray()  # frames that may pass
         self._passing = 0  # bytes of the current frame that may pass as they come
 
     def sift(self, data: memoryview) -> Iterator[bytes | memoryview]:
         """What of this, and of what was held back before, may pass."""
-        checked = bytearray()
         while data:
             if self._passing:
-                if checked:
-                    yield bytes(checked)
-                    checked.clear()
+                yield from self._release()
                 piece, data = data[: self._passing], data[self._passing :]
                 self._passing -= len(piece)
                 yield piece
@@ -77,19 +77,29 @@ class Sieve:
             elif len(held) < LENGTH_BYTES + length:
                 continue
             else:
-                self.check(bytes(held[LENGTH_BYTES:]))
-            checked += held
+                held[:] = tensorpipe.framed(self.check(bytes(held[LENGTH_BYTES:])))
+            self._checked += held
             held.clear()
-        if checked:
-            yield bytes(checked)
+        if self.is_whole:
+            yield from self._release()
+
+    def _release(self) -> Iterator[bytes]:
+        if self._checked:
+            yield bytes(self._checked)
+            self._checked.clear()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what was checked so far is good by itself, and not the beginning of something longer."""
+        return True
 
     def passes(self, length: int) -> bool:
         """Called once with the length of each frame: whether its content passes unseen. Raises if it is too long."""
         raise NotImplementedError
 
-    def check(self, frame: bytes) -> None:
-        """Called with each whole frame that does not pass unseen."""
-        raise NotImplementedError
+    def check(self, frame: bytes) -> bytes:
+        """Called with each whole frame that does not pass unseen; returns what passes in its place."""
+        return frame
 
 
 class Calls(Sieve):
@@ -107,7 +117,12 @@ class Calls(Sieve):
             raise Unexpected(f"a frame of {length} bytes where {limit} are allowed")
         return False
 
-    def check(self, frame: bytes) -> None:
+    @property
+    def is_whole(self) -> bool:
+        """A message passes as a whole, when all of it was checked."""
+        return not self._expected
+
+    def check(self, frame: bytes) -> bytes:
         if not self._has_brochure:
             tensorpipe.read_brochure(frame)
             self._has_brochure = True
@@ -120,6 +135,7 @@ class Calls(Sieve):
                 raise Unexpected(f"a message of type 0x{frame[::-1].hex()}, which is no call of this system")
             if remaining == 0:
                 tensorpipe.check_tensors(frame, self._tensors)
+        return frame
 
     def _begin(self, message: tensorpipe.Descriptor) -> None:
         kind, number, call, description = message.payloads
@@ -153,11 +169,11 @@ class Addresses(Sieve):
             raise Unexpected(f"a frame of {length} bytes on a connection for addresses")
         return False
 
-    def check(self, frame: bytes) -> None:
-        self._pipe.next_announced()
+    def check(self, frame: bytes) -> bytes:
         process = tensorpipe.read_memory_address(frame)
         if not self._pipe.owns_process(process):
             raise Unexpected(f"a tensor in the memory of process {process}, which is not the worker's")
+        return frame
 
 
 class Completions(Sieve):
@@ -168,15 +184,50 @@ class Completions(Sieve):
             raise Unexpected(f"a frame of {length} bytes on a connection for empty ones")
         return False
 
-    def check(self, frame: bytes) -> None:
-        return
-
 
 class Silence(Sieve):
     """The second connection of a pipe: torch says nothing on it where tensors are in the memory of the CPU."""
 
     def passes(self, length: int) -> bool:
         raise Unexpected("a frame on a connection that torch does not use")
+
+
+class Everything(Sieve):
+    """From the server: its agent is trusted, and its bytes pass as they are."""
+
+    def sift(self, data: memoryview) -> Iterator[bytes | memoryview]:
+        if data:
+            yield data
+
+
+class Answered(Everything):
+    """From the server on a connection with calls: the answer to the brochure is read, and perhaps changed."""
+
+    def __init__(self, pipe: Pipe, answered: Callable[[tensorpipe.Answer], bytes]) -> None:
+        """``answered`` gets it and returns the frame that is passed on."""
+        super().__init__(pipe)
+        self._answered, self._is_answered = answered, False
+
+    def sift(self, data: memoryview) -> Iterator[bytes | memoryview]:
+        if self._is_answered:
+            yield from super().sift(data)
+            return
+        yield from Sieve.sift(self, data)
+        if self._is_answered:  # what followed it at once passes too
+            yield bytes(self._held)
+
+    def passes(self, length: int) -> bool:
+        if self._is_answered:
+            return True
+        if length > _MOST_SMALL_BYTES:
+            raise Unexpected(f"an answer of {length} bytes")
+        return False
+
+    def check(self, frame: bytes) -> bytes:
+        answer = tensorpipe.read_answer(frame)
+        self._is_answered = True
+        self._pipe.sends_tensors = "basic" in answer.channels
+        return self._answered(answer)
 
 
 def sieves_of(answer: tensorpipe.Answer) -> dict[int, type[Sieve]]:

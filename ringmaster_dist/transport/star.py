@@ -1,8 +1,8 @@
 """A star of torch RPC agents: the server is a group of one, each worker is rank 1 of a private group of two.
 
 The public ways to form a group do not fit workers that come and go: a static group needs everybody at the start and
-hangs when one is dead, a dynamic one makes each joiner call every member. Here a worker only ever knows the server. Both
-groups live in a store of their own process: nothing but agents and the gate's public port ever listens.
+hangs when one is dead, a dynamic one makes each joiner call every member. Here a worker only ever knows the server, and
+both groups live in a store of their own process: nothing but agents and the gate's public port ever listens.
 
 Agents listen on loopback. The server's accepts connections from its gate alone (see gate.py, sockets.py); a worker's,
 which nobody has to reach, is closed at once.
@@ -239,7 +239,7 @@ class Client:
         self._server, self._seconds = server, call_seconds
         context = identity.worker_context(token) if tls else None
         first = dial(server, context, connect_seconds)
-        self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds), connect_seconds)
+        self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds))
         private = dist.HashStore()
         private.set("names/0", _SERVER)
         private.set(f"addrs/{_SERVER}", f"uv://{self._tunnel.address}")

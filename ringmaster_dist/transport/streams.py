@@ -20,7 +20,7 @@ _MOST_FRAME_BYTES = 1 << 16
 
 
 class Stream(Protocol):
-    """What the tunnel's ends read from and write to."""
+    """What the tunnel's ends read from and write to: blocking, or in steps (`feed`, `take`, `wrapped`)."""
 
     socket: socket.socket
 
@@ -28,8 +28,20 @@ class Stream(Protocol):
         """Blocks until there is something; 0 at the end. Raises OSError."""
         ...
 
-    def send(self, data: bytes | bytearray | memoryview) -> None:
+    def send(self, data: bytes | memoryview) -> None:
         """Blocks until all of it is handed to the system. Raises OSError."""
+        ...
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Takes what was read from the socket."""
+        ...
+
+    def take(self) -> bytes:
+        """What was fed, as the peer has meant it, as far as that is known; at most a piece of it at once."""
+        ...
+
+    def wrapped(self, data: bytes | memoryview) -> bytes | memoryview:
+        """What has to be written to the socket to send this."""
         ...
 
 
@@ -38,6 +50,17 @@ class PlainStream:
         self.socket = connection
         self.receive_into = connection.recv_into
         self.send = connection.sendall
+        self._fed = b""
+
+    def feed(self, data: bytes | memoryview) -> None:
+        self._fed += data
+
+    def take(self) -> bytes:
+        data, self._fed = self._fed, b""
+        return data
+
+    def wrapped(self, data: bytes | memoryview) -> bytes | memoryview:
+        return data
 
 
 class TlsStream:
@@ -79,9 +102,18 @@ class TlsStream:
             self._fill()
 
     def take(self) -> bytes:
-        """What can be decrypted so far, without waiting."""
-        data = bytearray(PIECE_BYTES)
-        return bytes(data[: self._decrypt_into(memoryview(data))])
+        with self._lock:
+            try:
+                if self._incoming.pending or self._object.pending():
+                    return self._object.read(PIECE_BYTES)
+            except ssl.SSLWantReadError:  # the rest of a record is still to come
+                pass
+        return b""
+
+    def wrapped(self, data: bytes | memoryview) -> bytes:
+        with self._lock:
+            self._object.write(data)
+            return self._outgoing.read()
 
     def receive_into(self, view: memoryview) -> int:
         try:
@@ -91,20 +123,17 @@ class TlsStream:
             return 0
         return count
 
-    def send(self, data: bytes | bytearray | memoryview) -> None:
-        with self._lock:
-            self._object.write(data)
-            encrypted = self._outgoing.read()
-        self.socket.sendall(encrypted)
+    def send(self, data: bytes | memoryview) -> None:
+        self.socket.sendall(self.wrapped(data))
 
     def _decrypt_into(self, view: memoryview) -> int:
         """As many records as are there and fit: OpenSSL gives them one by one."""
         count = 0
         with self._lock:
             try:
-                while count < len(view):
+                while count < len(view) and (self._incoming.pending or self._object.pending()):
                     count += self._object.read(len(view) - count, view[count:])
-            except ssl.SSLWantReadError:
+            except ssl.SSLWantReadError:  # the rest of a record is still to come
                 pass
         return count
 

@@ -7,7 +7,7 @@ that number. Then every call is a descriptor, which states all lengths, and four
 id, the call, and a pickle of what its tensors look like. Tensors travel on a channel's connections: as they are
 (``basic``), or as an address in the sender's memory (``cma``, for processes of one machine).
 
-Frames are encoded with libnop. Everything here raises `Unexpected` for bytes that are not what torch 2.6 to 2.13 writes:
+Frames are encoded with libnop. Everything here raises `Unexpected` for bytes that are not what torch is known to write:
 nothing is guessed, and nothing is passed over.
 """
 
@@ -146,13 +146,13 @@ class Answer(NamedTuple):
 
     before: bytes  # the frame up to the address
     address: str  # where the worker is to open its further connections
-    after: bytes
+    after: bytes  # and the frame behind it
     reply: int  # the registration number of the pipe's second connection
     channels: dict[str, list[int]]  # and those of each channel's connections
 
     @property
-    def num_connections(self) -> int:
-        return 1 + sum(map(len, self.channels.values()))
+    def frame(self) -> bytes:
+        return self.naming(self.address)
 
     def naming(self, address: str) -> bytes:
         """The same answer with another address in it."""

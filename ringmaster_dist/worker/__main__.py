@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
 
 def work(
     server: str | Callable[[], str], token: str, make: Callable[..., Job] = make_job, /, *, slot: int = -1,
-    tls: bool = True, target: str = "", connect_seconds: float = 10.0, call_seconds: float = 60.0, patience_seconds: float = 180.0,
+    tls: bool = True, target: str = "", connect_seconds: float = 10.0, call_seconds: float = 60.0,
+    patience_seconds: float = 180.0,
 ) -> int:  # fmt: skip
     """Works until the run is over; returns the exit code. ``server`` is an address, @FILE, or who knows one."""
     keep_memory()

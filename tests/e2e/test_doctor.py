@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from ringmaster_dist.doctor.machine import interface_addresses, machine_findings
-from ringmaster_dist.doctor.server import _rpc_address, _versions, server_findings
-from ringmaster_dist.transport.about import here
+from ringmaster_dist.doctor.machine import machine_findings
+from ringmaster_dist.doctor.server import _versions, server_findings
+from ringmaster_dist.transport.star import versions
 from tests.distributed.processes import LONG, Run, until
 
 pytestmark = pytest.mark.e2e
@@ -38,13 +38,9 @@ def test_one_machine_alone():
 
 
 def test_what_is_wrong_here_is_told(tmp_path, monkeypatch):
-    assert interface_addresses()["lo"] == "127.0.0.1"
-    monkeypatch.setenv("TP_SOCKET_IFNAME", "eth99")
     monkeypatch.setattr("ringmaster_dist.doctor.machine._DISK_BYTES", 1 << 60)
     found = {finding.what: finding for finding in machine_findings(tmp_path)}
-    assert "no such interface" in found["interface"].text
     assert "choose a run.dir elsewhere" in found["disk"].text
-    assert not found["interface"].ok
     assert not found["disk"].ok
 
 
@@ -58,6 +54,9 @@ def test_towards_a_running_server(tmp_path):
         assert said["RPC"] == "ok: a call was answered"
         assert said["token"] == "ok: is that of this run"
         assert abs(float(said["clock skew"].split()[1])) < 1
+        assert said["port"] == f"ok: {address} answers with TLS 1.3"
+        without = doctor(f"server={address}")
+        assert (without.returncode, "a ringmaster server answers" in lines(without)["port"]) == (0, True)
         wrong = doctor(f"server={address}", RINGMASTER_TOKEN="yesterday's")
         assert wrong.returncode == 1
         assert "copy RUN_DIR/token" in lines(wrong)["token"]
@@ -66,12 +65,12 @@ def test_towards_a_running_server(tmp_path):
 
 def test_towards_nobody_and_towards_strangers():
     nobody = doctor("server=127.0.0.1:9")
-    assert (nobody.returncode, "cannot be reached" in lines(nobody)["store"]) == (1, True)
+    assert (nobody.returncode, "no server at 127.0.0.1:9" in lines(nobody)["port"]) == (1, True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_hang_up, args=(listener,), daemon=True).start()
         stranger = doctor(f"server=127.0.0.1:{listener.getsockname()[1]}")
         assert stranger.returncode == 1
-        assert "check the port" in lines(stranger)["store"]
+        assert "check the port" in lines(stranger)["port"]
     for done in (nobody, stranger):
         assert done.stderr == ""
 
@@ -87,21 +86,19 @@ def _hang_up(listener):
 def test_towards_somebody_who_says_nothing():
     """Such as a server whose process was stopped: it accepts connections all the same."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = {f.what: f for f in server_findings("127.0.0.1", silent.getsockname()[1], None)}
-    assert not found["store"].ok
-    assert "says nothing" in found["store"].text
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for token in (None, "0123456789abcdef"):
+            found = {f.what: f for f in server_findings(address, token)}
+            assert not found["port"].ok
+            assert "not" in found["port"].text
 
 
-def test_versions_and_loopback_are_compared():
-    assert _versions({**here(), "token": ""}).ok
-    other = _versions({**here(), "torch": "2.7.1"})
+def test_versions_are_compared():
+    assert _versions(versions()).ok
+    other = _versions({**versions(), "torch": "2.7.1"})
     assert not other.ok
     assert "2.7.1" in other.text
-    assert "install the same" in _versions({**here(), "protocol": 1}).text
-    fallen_back = _rpc_address("uv://127.0.0.1:4000", "10.0.0.7")
-    assert "TP_SOCKET_IFNAME" in fallen_back.text
-    assert not fallen_back.ok
-    assert _rpc_address("uv://10.0.0.7:4000", "10.0.0.7").ok
+    assert "install the same" in _versions({**versions(), "protocol": 1}).text
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,10 @@
-"""The interface TensorPipe is told, and the addresses that are refused."""
+"""Addresses as users write them, and where a server can listen."""
 
-import os
-import subprocess
-import sys
+import socket
 
 import pytest
 
 from ringmaster_dist.transport import addresses
-
-
-@pytest.fixture(autouse=True)
-def nothing_given(monkeypatch):
-    monkeypatch.setattr(addresses, "_GIVEN", None)
-    monkeypatch.delenv("TP_SOCKET_IFNAME", raising=False)
 
 
 def test_this_machine_has_loopback():
@@ -20,36 +12,42 @@ def test_this_machine_has_loopback():
 
 
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("127.9.9.9", True), ("localhost", True),
-                                               ("10.1.2.3", False), ("name.invalid", False)])  # fmt: skip
+                                               ("::1", True), ("10.1.2.3", False), ("fd00::1", False),
+                                               ("name.invalid", False)])  # fmt: skip
 def test_what_is_loopback(host, loopback):
     assert addresses.is_loopback(host) is loopback
 
 
-def test_loopback_is_served_on_loopback_alone():
-    assert addresses.listen_at("localhost") == "127.0.0.1"
-    assert os.environ["TP_SOCKET_IFNAME"] == "lo"
-    addresses.route_to("127.0.0.1")
-    assert os.environ["TP_SOCKET_IFNAME"] == "lo"
+@pytest.mark.parametrize(("text", "parts"), [("10.0.0.1:29400", ("10.0.0.1", 29400)), ("gpu-7:1", ("gpu-7", 1)),
+                                            ("[fd00::1]:29400", ("fd00::1", 29400))])  # fmt: skip
+def test_an_address_in_its_parts(text, parts):
+    assert addresses.split(text) == parts
+    assert addresses.joined(*parts) == text
 
 
-def test_what_the_user_has_set_stays():
-    code = (
-        "from ringmaster_dist.transport import addresses; import os; addresses.route_to('127.0.0.1');"
-        "print(os.environ['TP_SOCKET_IFNAME'])"
-    )
-    environment = {**os.environ, "TP_SOCKET_IFNAME": "ib0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
-    assert done.stdout.strip() == "ib0", done.stderr
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", ":1", "host:0", "host:65536", "host:x", "fd00::1:29400", "host:²"]
+)
+def test_what_is_no_address(text):
+    with pytest.raises(ValueError, match="brackets" if text.count(":") > 1 else "is not HOST:PORT"):
+        addresses.split(text)
 
 
-@pytest.mark.parametrize(("host", "words"), [("0.0.0.0", "every address at once"), ("192.0.2.77", "not an address of")])
-def test_addresses_nobody_can_reach_are_refused(host, words):
-    with pytest.raises(addresses.AddressError, match=words):
-        addresses.listen_at(host)
+@pytest.mark.parametrize(("host", "peer"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"),
+                                           ("0.0.0.0", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1"),
+                                           ("::", "::1")])  # fmt: skip
+def test_a_server_listens_where_it_should(host, peer):
+    with addresses.listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection((peer, port), timeout=5).close()
+        assert addresses.split(addresses.published(host, port))[1] == port
 
 
-def test_a_published_loopback_is_refused_unless_meant():
-    addresses.check_published("localhost", "127.0.0.1", "uv://127.0.0.1:4")
-    addresses.check_published("a", "10.0.0.1", "uv://10.0.0.2:4")
-    with pytest.raises(addresses.AddressError, match="TP_SOCKET_IFNAME"):
-        addresses.check_published("a", "10.0.0.1", "uv://127.0.0.1:4")
+def test_every_interface_is_published_as_one_address():
+    assert not addresses.published("0.0.0.0", 5).startswith("0.0.0.0")
+    assert addresses.published("::1", 5) == "[::1]:5"
+
+
+def test_the_address_of_another_machine_is_refused():
+    with pytest.raises(addresses.AddressError, match="not an address of this machine"):
+        addresses.listen("192.0.2.77", 0)
