@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 _CHUNK_BYTES = 1 << 20
 
@@ -19,6 +20,17 @@ def to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_private(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """`open` for a file that is its owner's alone, also if it was there before."""
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags, 0o600)
+        os.fchmod(descriptor, 0o600)
+        return descriptor
+
+    return open(path, mode, buffering=buffering, opener=opener)
 
 
 def sha256_of(path: Path) -> str:

@@ -11,6 +11,7 @@ from ringmaster_dist.transport.quiet import quiet_environment
 
 COMMANDS = {
     "train": "train in real time: a server and workers of unequal pace, over torch RPC",
+    "worker": "add workers of this machine to a run that is served elsewhere",
     "report": "draw what runs did: figures and a page",
     "watch": "show a run that is going on in the browser",
     "dashboard": "make the wandb workspace for a run's project",

@@ -31,8 +31,13 @@ _MISTAKE = 2  # the exit code of a process that was told something impossible
 class Place:
     """A process's place: who is in it, and how its predecessors fared."""
 
-    def __init__(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self, name: str, target: Callable[..., None], *arguments: Any, most_restarts: int | None = None
+    ) -> None:
+        """With ``most_restarts``, it is given up after so many, and at once when it has ended with a mistake."""
         self.name = name
+        self.last_code: int | None = None
+        self._restarts_left = most_restarts
         self.process: ForkServerProcess | None = None
         self.given_up = False  # its processes die by their own fault each time they start
         self._target, self._arguments = target, arguments
@@ -43,6 +48,11 @@ class Place:
     def exit_code(self) -> int | None:
         """None while it runs, or is about to."""
         return None if self.process is None else self.process.exitcode
+
+    @property
+    def has_ended(self) -> bool:
+        """Well, or because it was given up."""
+        return self.given_up or self.exit_code == 0
 
     def tend(self) -> None:
         """Starts the process when it is due; notices when it has died, and brings it back."""
@@ -56,9 +66,13 @@ class Place:
             # Killed from outside is bad luck; failing by itself, time after time as soon as it starts, is not.
             own_fault = code > 0 and now - self._started_at < _QUICK_DEATH_SECONDS
             self._quick_deaths = self._quick_deaths + 1 if own_fault else 0
-            self.given_up = self._quick_deaths >= _MOST_QUICK_DEATHS
+            self.given_up, self.last_code = self._quick_deaths >= _MOST_QUICK_DEATHS, code
             what = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             after = f"it has failed {self._quick_deaths} times at once, its place stays empty"
+            if self._restarts_left is not None:
+                self.given_up = code == _MISTAKE or not self._restarts_left
+                self._restarts_left -= 1
+                after = "a mistake is not retried" if code == _MISTAKE else "it was started again often enough"
             print(f"{self.name} {what}: {after if self.given_up else 'starting it again'}", file=sys.stderr)
             self.process, self._start_at = None, now + _RESTART_SECONDS
 
@@ -84,8 +98,7 @@ def supervise(
 
     ``look`` is called every now and then, for whoever shows how it goes; ``watch`` too, with everybody's place.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"  # before the helper imports torch: several processes share this machine
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["ringmaster_dist.cli.preload"])
+    prepare_fork_server()
     server = Place("server", _serve, str(directory.path))
     workers: list[Place] = []
     failure = ""
@@ -115,12 +128,18 @@ def supervise(
                 server.process.terminate()  # it tells the workers, writes what there is, and ends
     finally:
         # The server waits for whoever has joined; who has not, or does not end soon after it, is not needed any more.
-        _finish([server], 2 * config.server.farewell_seconds + config.logger.finish_seconds)
-        _finish(workers, _LAST_SECONDS)
+        finish([server], 2 * config.server.farewell_seconds + config.logger.finish_seconds)
+        finish(workers, _LAST_SECONDS)
     if failure:
         print(f"ringmaster: {failure}: the run was ended; the last words are above", file=sys.stderr)
         return 1
     return 1 if server.exit_code is None else server.exit_code
+
+
+def prepare_fork_server() -> None:
+    """What the processes are forked from imports torch once, for all of them."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # several processes share this machine
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["ringmaster_dist.cli.preload"])
 
 
 def local_workers(config: Config) -> int:
@@ -149,7 +168,7 @@ def _has_an_address(server: Place, directory: RunDirectory, asked: Callable[[], 
     return True
 
 
-def _finish(places: list[Place], seconds: float) -> None:
+def finish(places: list[Place], seconds: float) -> None:
     """Leaves no process behind: waits a while for each, then ends it."""
     deadline = time.monotonic() + seconds
     for process in [place.process for place in places if place.process]:

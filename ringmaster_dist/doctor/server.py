@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,9 +30,7 @@ def server_findings(server: str, token: str | None) -> Iterator[Finding]:
                       "RINGMASTER_TOKEN")  # fmt: skip
         return
     try:
-        asked = time.time()
         about = ask_about(server, token, _CONNECT_SECONDS)
-        answered = time.time()
     except Unreachable as error:
         yield Finding("port", False, f"{error}: is the run still on (RUN_DIR/address), is server.host an address other "
                       "machines can reach, does a firewall stand between?")  # fmt: skip
@@ -45,7 +42,7 @@ def server_findings(server: str, token: str | None) -> Iterator[Finding]:
     yield Finding("token", True, "is that of this run")
     yield _versions(about)
     yield _call(server, token)
-    yield _clock((asked + answered) / 2 - about["time"])
+    yield _clock(about["skew_seconds"])
 
 
 def _port(server: str) -> Finding:

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ringmaster_dist.files import open_private
 from ringmaster_dist.protocol import Receipt, Verdict
 
 _FILES = ("config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json")
@@ -55,6 +56,7 @@ class RunDirectory:
             self.refuse_if_in_use()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)
             for item in present:
                 target = self.path / item
                 shutil.rmtree(target) if target.is_dir() else target.unlink()
@@ -71,28 +73,25 @@ class RunDirectory:
         """A directory that another process has claimed for this run."""
         directory = cls.__new__(cls)
         directory.path = path
+        directory.path.chmod(0o700)  # it may have been made by a version that did not care
         return directory
 
     def write_config(self, yaml_text: str) -> None:
-        (self.path / "config.yaml").write_text(yaml_text)
+        self.write_secret("config.yaml", yaml_text)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Whole or not at all: a reader never sees half a summary."""
-        temporary = self.path / ".summary.json"
-        temporary.write_text(json.dumps(summary, indent=2) + "\n")
-        temporary.replace(self.path / "summary.json")
+        self.write_secret("summary.json", json.dumps(summary, indent=2) + "\n")
 
     def write_secret(self, name: str, text: str) -> None:
         """A file only its owner can read, there whole or not at all."""
         temporary = self.path / f".{name}"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with open_private(temporary, "w") as file:
             file.write(text)
         temporary.replace(self.path / name)
 
     def lock(self) -> None:
         """Makes this process the only one that writes the run, until it ends."""
-        self._lock = (self.path / ".lock").open("w")
+        self._lock = open_private(self.path / ".lock", "w")
         deadline = time.monotonic() + _LOOKED_AT_SECONDS
         while True:
             try:
@@ -143,6 +142,7 @@ def export_weights(views: Mapping[str, torch.Tensor], version: int, path: Path) 
     temporary = path.with_name(f".{path.name}")
     try:
         save_file({**{name: view.clone() for name, view in views.items()}, "version": torch.tensor(version)}, temporary)
+        temporary.chmod(0o600)  # some versions of the library leave that to nobody
         temporary.replace(path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
@@ -156,7 +156,7 @@ class Lines:
     def __init__(self, path: Path, size: int = 0) -> None:
         """The first ``size`` bytes of what is there are kept."""
         self._path = path
-        self._file = path.open("r+b" if path.exists() else "wb", buffering=0)
+        self._file = open_private(path, "r+b" if path.exists() else "wb", buffering=0)
         self._file.truncate(size)
         self._file.seek(size)
         self.size = size  # in the file

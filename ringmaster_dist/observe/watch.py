@@ -18,12 +18,36 @@ from ringmaster_dist.observe.run_directory import RunDirectoryError
 from ringmaster_dist.observe.view import view
 
 _REFRESH_SECONDS = 2.0
+_REQUEST_SECONDS = 5.0  # a connection that asks for nothing is closed
+_MOST_REQUESTS = 32  # at once; more are closed unheard
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _WAITING = (
     "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=1><title>waiting</title>"
     "<body style='font-family:system-ui;margin:3em'>{reason}. This page looks again by itself."
 )
+
+
+class _Server(ThreadingHTTPServer):
+    """With a limit to its threads."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
 
 
 class Watcher:
@@ -41,8 +65,7 @@ class Watcher:
             def content(self) -> dict[str, Any]:
                 return watcher._current()
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((host, port), Handler)
         self.url = f"http://{host}:{self._server.server_address[1]}/"
         self._thread = threading.Thread(target=self._server.serve_forever, name="watch", daemon=True)
         self._thread.start()
@@ -68,6 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers ``/`` and ``/data.json``, to who asks this machine by its own name."""
 
     server_version, sys_version = "ringmaster", ""
+    timeout = _REQUEST_SECONDS
 
     def content(self) -> dict[str, Any]:
         raise NotImplementedError

@@ -40,10 +40,11 @@ class Checkpoints:
         """Writes one and removes the oldest. Raises OSError, and leaves nothing behind, where that fails."""
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         rest = {name: value for name, value in state.items() if name not in tensors}
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self._folder / ".writing"
         try:
             save_file(tensors, temporary, metadata={"format": FORMAT, "state": json.dumps(rest)})
+            temporary.chmod(0o600)  # some versions of the library leave that to nobody
             to_disk(temporary)
             name = f"term-{term:04d}_push-{pushes:09d}_version-{version:09d}_{sha256_of(temporary)[:16]}.safetensors"
             path = temporary.replace(self._folder / name)

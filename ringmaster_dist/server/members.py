@@ -12,7 +12,7 @@ from typing import Any
 
 from ringmaster_dist.protocol import Interruptions
 from ringmaster_dist.server.core import ServerCore
-from ringmaster_dist.server.sessions import Sessions
+from ringmaster_dist.server.sessions import Sessions, digest
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class Member:
     """What is known of a worker beyond the core's ledger."""
 
-    session: str
+    session: str  # its digest: nobody who reads the state of a server can act as its workers
     slot: int
     last_seen: float
     interruptions: Interruptions = Interruptions()  # noqa: RUF009  (immutable)
@@ -42,14 +42,15 @@ class Members:
         self._core, self._note, self._clock = core, note, clock
         self._sessions = Sessions(token)
 
-    def admit(self, slot: int) -> int:
-        """A new worker; a negative slot: that of its id."""
+    def admit(self, slot: int) -> tuple[int, str]:
+        """A new worker and its session; a negative slot: that of its id."""
         worker = self._core.join()
         slot = slot if slot >= 0 else worker
+        session = self._sessions.issue(worker, slot)
         self._enter(worker, slot)
-        self.by_worker[worker] = Member(self._sessions.issue(worker, slot), slot, self._clock())
+        self.by_worker[worker] = Member(digest(session), slot, self._clock())
         log.info("worker-%d v=%d joined", worker, self._core.version)
-        return worker
+        return worker, session
 
     def caller(self, session: str) -> int | None:
         """Whose session it is. Renews the lease, also one that has run out: the worker is back."""
@@ -61,8 +62,8 @@ class Members:
         if member is None:  # it joined an earlier term, after the checkpoint this one began from
             if self.closed:
                 return None
-            member = self.by_worker[worker] = Member(session, holder.slot, self._clock())
-        elif member.session != session:
+            member = self.by_worker[worker] = Member(digest(session), holder.slot, self._clock())
+        elif member.session != digest(session):
             return None
         member.last_seen = self._clock()
         if worker not in self._core.live and not self.closed:

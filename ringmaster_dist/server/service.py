@@ -307,12 +307,12 @@ class Service:
             return Welcome("", "the run is over", True, -1, "", "", None)
         if not -1 <= request.slot < _MOST_SLOTS:
             return _refused(f"slot {request.slot} is not a place of a delay profile: 0 to {_MOST_SLOTS - 1}")
-        worker = self._members.admit(request.slot)
+        worker, session = self._members.admit(request.slot)
         if self._first_join is None:
             self._first_join = self._clock()
         self.meter.num_joined += 1
         self.meter.sent(self._outgoing)
-        session, settings = self.workers[worker].session, self._settings
+        settings = self._settings
         return Welcome(session, "", False, worker, settings.config_text, settings.fingerprint, self._outgoing)
 
     def _start_if_due(self, answers: Answers) -> None:

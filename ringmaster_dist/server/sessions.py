@@ -17,6 +17,11 @@ class Holder(NamedTuple):
     slot: int  # its place in the delay profile
 
 
+def digest(session: str) -> str:
+    """What is kept of a session, in memory and in checkpoints: enough to recognise it, too little to use it."""
+    return hashlib.sha256(session.encode()).hexdigest()
+
+
 class Sessions:
     def __init__(self, token: str) -> None:
         self._key = token.encode()

@@ -138,7 +138,7 @@ class Gate:
         """That the agent answers as it is known to. Raises Unexpected or OSError."""
         with sockets.connect_alone(self._agent) as connection:
             connection.settimeout(_ANSWER_SECONDS)
-            connection.sendall(tensorpipe.probe())
+            connection.sendall(tensorpipe.opening("probe"))
             answer = tensorpipe.read_answer(read_frame(PlainStream(connection)))
         host, port = self._agent.getsockname()
         if answer.address != f"{host}:{port}":

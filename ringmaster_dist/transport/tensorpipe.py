@@ -123,7 +123,7 @@ def read_brochure(frame: bytes) -> None:
     reader.end()
 
 
-def probe() -> bytes:
+def opening(name: str) -> bytes:
     """What a worker that knows only sockets would open a pipe with: greeting and brochure."""
 
     def text(words: str) -> bytes:
@@ -136,7 +136,7 @@ def probe() -> bytes:
         return bytes([_MAP, 1]) + key + value
 
     device = structure(text("cpu"), b"\0")
-    greeting = bytes([_VARIANT, 0]) + structure(text("probe"))
+    greeting = bytes([_VARIANT, 0]) + structure(text(name))
     brochure = structure(mapping(text("uv"), text("uv:*")), mapping(text("basic"), mapping(device, text("any"))))
     return framed(greeting) + framed(brochure)
 

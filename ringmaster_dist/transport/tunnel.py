@@ -13,6 +13,7 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -66,13 +67,14 @@ def dial(server: str, context: ssl.SSLContext | None, seconds: float) -> PlainSt
 
 
 def ask_about(server: str, token: str, seconds: float) -> dict[str, Any]:
-    """The versions that a server runs, and its clock. Raises Unreachable, Mistrusted."""
+    """The versions that a server runs, and by how much its clock is behind. Raises Unreachable, Mistrusted."""
     stream = dial(server, identity.worker_context(token, identity.ABOUT), seconds)
-    text, buffer = b"", memoryview(bytearray(4096))
+    asked, text, buffer = time.time(), b"", memoryview(bytearray(4096))
     try:
         while count := stream.receive_into(buffer):
             text += buffer[:count]
         about: dict[str, Any] = json.loads(text)
+        about["skew_seconds"] = (asked + time.time()) / 2 - about["time"]
     except (OSError, ValueError) as error:
         raise Unreachable(f"the server at {server} did not say what it is ({error})") from error
     finally:

@@ -32,14 +32,29 @@ def _only_what_is_known(owner: object, name: str) -> Any:
     raise pickle.UnpicklingError(f"refused: getattr of {name!r}")
 
 
+# What a pickle of ours is made of. Others set attributes (BUILD), take room for a memo of any size (BINPUT), look into
+# registries (EXT1) or repeat what is there (DUP).
+_INSTRUCTIONS = frozenset(
+    """PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET STACK_GLOBAL REDUCE NEWOBJ NONE NEWTRUE NEWFALSE BININT BININT1
+    BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS
+    EMPTY_DICT SETITEM SETITEMS""".split()  # noqa: SIM905
+)
+_MOST_BYTES = 1 << 20  # the longest message is a welcome, with the run's configuration
+
+
 class RestrictedUnpickler(pickle.Unpickler):
-    """Also without the one instruction that sets attributes, of a class too: nothing of ours is pickled with it."""
+    """Looks at all instructions of a message before it follows the first."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        message = file.read()
-        for instruction, _, _ in pickletools.genops(message):
-            if instruction.name == "BUILD":
-                raise pickle.UnpicklingError("refused: a message that sets attributes")
+        message = file.read(_MOST_BYTES + 1)
+        if len(message) > _MOST_BYTES:
+            raise pickle.UnpicklingError(f"refused: a message of more than {_MOST_BYTES} bytes")
+        try:
+            for instruction, _, _ in pickletools.genops(message):
+                if instruction.name not in _INSTRUCTIONS:
+                    raise pickle.UnpicklingError(f"refused: a message with the instruction {instruction.name}")
+        except ValueError as error:
+            raise pickle.UnpicklingError(f"refused: a message that is not a pickle ({error})") from error
         super().__init__(io.BytesIO(message))
 
     def find_class(self, module: str, name: str) -> Any:

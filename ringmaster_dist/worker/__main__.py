@@ -24,7 +24,7 @@ from ringmaster_dist.transport.star import Client  # noqa: E402
 from ringmaster_dist.worker.job import make_job  # noqa: E402
 from ringmaster_dist.worker.loop import Failed, Job, Lost, Refused, Worker  # noqa: E402
 
-_HELP = """python -m ringmaster_dist.worker server=HOST:PORT [key=value ...]
+HELP = """python -m ringmaster_dist.worker server=HOST:PORT [key=value ...]
 
 One worker of a run that is served at HOST:PORT, on any machine that can reach it. It waits for a server that is not
 there yet, and for one that has gone; the configuration comes from the server. Under torchrun, one per process:
@@ -52,10 +52,10 @@ _KEYS = ("server", "token_file", "target", "tls", "slot", "connect_seconds", "ca
 def main(argv: list[str]) -> int:
     log_as_told()
     if "-h" in argv or "--help" in argv:
-        print(_HELP)
+        print(HELP)
         return 0
     try:
-        given = _parse(argv)
+        given = parse(argv)
         token = _token(given)
         seconds = {name: float(given.get(name, default)) for name, default in
                    (("connect_seconds", 10), ("call_seconds", 60), ("patience_seconds", 180))}  # fmt: skip
@@ -126,7 +126,7 @@ def _true_or_false(key: str, text: str) -> bool:
     return text == "true"
 
 
-def _parse(argv: list[str]) -> dict[str, str]:
+def parse(argv: list[str]) -> dict[str, str]:
     given = {}
     for word in argv:
         key, equals, value = word.partition("=")

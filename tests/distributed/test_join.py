@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ringmaster_dist import __version__
 from tests.distributed.processes import LONG, QUICK, Run, check_finished, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,13 +135,18 @@ def test_other_packages_and_other_data_are_refused_with_the_reason(tmp_path, mon
     with Run(tmp_path / "run", *problem, *LONG, "resume=null") as run:
         until(lambda: run.version() > 2, "the run goes on")
         given = [f"server={(tmp_path / 'run/address').read_text()}", f"token_file={tmp_path}/run/token"]
+        refused = start("ringmaster_dist.worker", *given, cwd=tmp_path / "server")
+        told(refused, 2, "problem.target=theirs:factory, and none was allowed", "add target=theirs:factory")
+        wrong = start("ringmaster_dist.worker", *given, "target=os:system", cwd=tmp_path / "server")
+        told(wrong, 2, "target=os:system was given", "add target=theirs:factory")
+        given.append("target=theirs:factory")
         other = start(OTHER_VERSION, *given, cwd=tmp_path / "server")
-        told(other, 2, "this machine has version 9.9.9 of ringmaster-dist, the server 0.1.0: install the same")
+        told(other, 2, f"this machine has version 9.9.9 of ringmaster-dist, the server {__version__}: install the same")
         elsewhere = start("ringmaster_dist.worker", *given, cwd=tmp_path / "other")
         told(elsewhere, 2, "this machine has other data than the server")
         nowhere = start("ringmaster_dist.worker", *given, cwd=tmp_path / "none")
         told(nowhere, 2, "cannot be joined from here", "theirs:factory cannot be imported here")
-        until(lambda: sum(m["event"] == "leave" for m in run.members()) == 3, "they have left again")
+        until(lambda: sum(m["event"] == "leave" for m in run.members()) == 5, "they have left again")
         run.process.send_signal(signal.SIGINT)
         run.wait()
 

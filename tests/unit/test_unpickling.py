@@ -42,7 +42,7 @@ def test_no_message_changes_a_class():
         protocol.Push.is_well_formed = WELL_FORMED
     newer = b"\x80\x04\x8c\x18ringmaster_dist.protocol\x8c\x04Push\x93N}\x8c\x0eis_well_formedNs\x86b."
     for attack in (message, newer):
-        with pytest.raises(pickle.UnpicklingError, match="sets attributes"):
+        with pytest.raises(pickle.UnpicklingError, match=r"instruction (GLOBAL|BUILD)"):
             RestrictedUnpickler(io.BytesIO(attack)).load()
     assert protocol.Push.is_well_formed is WELL_FORMED
 

@@ -1,0 +1,392 @@
+"""Everything an attacker is known to have tried, against a real run, through whatever listens.
+
+Each attack ends in a refusal while training continues in the same processes, and at the end the trace replays to the
+same bits. The last assertion of every test is `check_finished`.
+"""
+
+import os
+import pickle
+import resource
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from ringmaster_dist.transport import identity, tensorpipe
+from ringmaster_dist.transport.tensorpipe import framed
+from tests.distributed import attacker
+from tests.distributed.attacker import Pipe, descriptor, message
+from tests.distributed.processes import LONG, Run, alive, check_finished, until
+
+
+@contextmanager
+def attacked(directory, *overrides, prefix=(), tracebacks=False):
+    """A run under attack, and afterwards: the same processes are there, it continues, and it replays."""
+    with Run(directory / "run", *LONG, *overrides, prefix=prefix) as run:
+        until(lambda: run.version() > 5, "the run is on")
+        run.address = (directory / "run/address").read_text()
+        run.token = (directory / "run/token").read_text()
+        processes = run.children()
+        before = attacker.memory(run.server())
+        killed = run.killed = set()  # by the test itself
+        yield run
+        version = run.version()
+        until(lambda: run.version() > version + 10, "training continues")
+        assert all(pid in killed or alive(pid) for pid in processes), "a process of the run has died"
+        grown = [now - then for now, then in zip(attacker.memory(run.server()), before, strict=True)]
+        assert max(grown) < 100 << 20, f"the server has grown by {grown} bytes"
+        run.process.send_signal(signal.SIGINT)
+        summary = check_finished(run, attacked=tracebacks)
+        assert summary["terms"] == 1
+        assert summary["num_workers"] == len(run.joined())
+
+
+def public(run):
+    host, _, port = run.address.rpartition(":")
+    return host, int(port)
+
+
+def test_what_listens(tmp_path):
+    """One socket that answers; the agent's is there and cannot be connected to; workers have none."""
+    with attacked(tmp_path) as run:
+        found = attacker.listening(run.children())
+        assert public(run) in found
+        assert {host for host, _ in found} == {"127.0.0.1"}
+        (agent,) = found - {public(run)}
+        assert attacker.say(agent, b"") is None, "the agent accepts connections from others"
+        assert attacker.listening(run.workers()) == set()
+        with socket.socket() as other:
+            other.bind(("127.0.0.2", 0))
+            other.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                other.connect(agent)
+
+
+GARBAGE = {
+    "leaves at once": b"",
+    "a length of 2^64": b"\xff" * 64,
+    "a length of 400 MB": struct.pack("<Q", 400 << 20),
+    "HTTP": b"GET / HTTP/1.0\r\n\r\n",
+    "a greeting without TLS": tensorpipe.opening("mallory"),
+    "a client of TCPStore": b"\x00\xce\xf7\x85\x3c\x01\x06\x00\x00\x00\x00\x00\x00\x00joined\x01\x00\x00\x00x",
+    "a torn TLS record": b"\x16\x03\x01\x02\x00\x01\x00",
+    "noise": os.urandom(4096),
+}
+
+
+def test_strangers_say_what_nobody_expects(tmp_path):
+    """A hundred of each: any one of them used to stop a TensorPipe agent for good."""
+    with attacked(tmp_path) as run:
+        listening = attacker.listening(run.children())
+        for address in sorted(listening):
+            for name, data in GARBAGE.items():
+                for _ in range(100 if address == public(run) else 1):
+                    answer = attacker.say(address, data, wait=0.01)
+                    # At most a TLS alert: nothing of torch's.
+                    assert not answer or answer[0] == 0x15, f"{name} at {address}: {answer!r}"
+        run.killed.add(run.workers()[0])
+        os.kill(run.workers()[0], signal.SIGKILL)
+        until(lambda: len(run.joined()) == 4, "a worker can join")
+        until(lambda: "refused a peer at 127.0.0.1" in run.errors(), "the server says so")
+        lines = [line for line in run.errors().splitlines() if "refused a peer" in line]
+        assert len(lines) < 20, "refusals fill the log"
+
+
+def contexts():
+    """Those who speak TLS, and have no token or another one."""
+    nobody = identity.stranger_context()
+    other = identity.worker_context("another token, 32 letters long..")
+    other.verify_mode = ssl.CERT_NONE  # it would refuse this server, too
+    old = identity.stranger_context()
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    return {"no certificate": nobody, "the certificate of another token": other, "TLS 1.2": old}
+
+
+def test_without_the_token_tls_ends_in_an_alert(tmp_path):
+    with attacked(tmp_path) as run:
+        for name, context in contexts().items():
+            for address in attacker.listening(run.children()):
+                answer = attacker.shake_hands(address, context)
+                assert isinstance(answer, str), f"{name} at {address}: got {answer!r}"
+        until(lambda: "refused a peer" in run.errors(), "the server says so")
+
+
+def test_the_server_proves_the_token_too(tmp_path):
+    """A server with another token is not one: the worker ends with one line, and says nothing to it."""
+    with attacked(tmp_path) as run:
+        command = [sys.executable, "-m", "ringmaster_dist.worker", f"server={run.address}"]
+        environment = {**os.environ, "RINGMASTER_TOKEN": "the token of another run"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        assert done.returncode == 2
+        assert done.stderr == f"ringmaster worker: the server at {run.address} has another token: " + (
+            "copy RUN_DIR/token from its machine\n"
+        )
+
+
+TENSOR = b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](ctorch._utils\n_rebuild_tensor_v2\nq\x01((X\x07\x00\x00\x00storageq\x02ctorch\nDoubleStorage\nq\x03X\x01\x00\x00\x000q\x04X\x03\x00\x00\x00cpuq\x05%stQq\x06%s(%st(%st\x89ccollections\nOrderedDict\nq\x07)RtRq\x08etR."  # noqa: E501
+DIM = 50  # of the run: a gradient has 400 bytes
+
+# What a holder of the token sends after its brochure, and the words with which it is cut off.
+MESSAGES = {
+    "an operator by name": (message(b"\x80\x02.", kind=0x100), "type 0x00000100"),
+    "an operator as a remote reference": (message(kind=0x104), "type 0x00000104"),
+    "a Python call as a remote reference": (message(kind=0x106), "type 0x00000106"),
+    "an autograd context": (message(kind=0x10B), "type 0x0000010b"),
+    "a call with autograd": (message(kind=0x10E), "type 0x0000010e"),
+    "a reply to a call nobody made": (message(kind=0x203), "type 0x00000203"),
+    "a tensor of a terabyte": (framed(descriptor([4, 8, 5, 200], [10**12])), "where the model needs one of 400"),
+    "a tensor of one byte more": (framed(descriptor([4, 8, 5, 200], [401])), "where the model needs one of 400"),
+    "two tensors": (framed(descriptor([4, 8, 5, 200], [8, 8])), "where the model needs one of 400"),
+    "a tensor for another device": (framed(descriptor([4, 8, 5, 200], [8], b"cuda")), "not in the memory of the CPU"),
+    "a call of a gigabyte": (framed(descriptor([4, 8, 1 << 30, 47])), "a call of 1073741824 bytes"),
+    "a call of 20 kB": (message(b"\x00" * 20_000), "a call of 20000 bytes"),
+    "five payloads": (framed(descriptor([4, 8, 5, 47, 9])), "not one of torch RPC"),
+    "a long message type": (framed(descriptor([4000, 8, 5, 47])), "not one of torch RPC"),
+    "a payload that is longer than announced": (
+        framed(descriptor([4, 8, 5, 47])) + framed(b"12345"),
+        "5 bytes",
+    ),
+    "a frame of 2^63": (struct.pack("<Q", 1 << 63), "9223372036854775808 bytes"),
+    "a second greeting": (framed(b"\xb8\x00\xb9\x01\xbd\x03abc"), "without 0xb9"),
+    "a tensor that was not sent": (message(pickle=TENSOR % (b"K\x01", b"K\x00", b"K\x01", b"K\x01")), "not sent"),
+    "a pickle of something else": (message(pickle=b"\x80\x02cposix\nsystem\n."), "tensors that were not sent"),
+}
+for name, numbers in {
+    "a size beyond its bytes": (b"K\x32", b"K\x00", b"M\x10\x27", b"K\x01"),
+    "a storage beyond its bytes": (b"M\x10\x27", b"K\x00", b"K\x32", b"K\x01"),
+    "strides": (b"K\x32", b"K\x00", b"K\x32", b"M\x10\x27"),
+    "an offset": (b"K\x32", b"M\x10\x27", b"K\x32", b"K\x01"),
+    "a negative size": (b"J\xff\xff\xff\xff", b"K\x00", b"J\xff\xff\xff\xff", b"K\x01"),
+    "two dimensions": (b"K\x32", b"K\x00", b"K\x05K\x0a", b"K\x0aK\x01"),
+}.items():
+    MESSAGES[f"a tensor with {name}"] = (message(tensors=[8 * DIM], pickle=TENSOR % numbers), "tensor")
+
+
+def test_a_holder_of_the_token_can_call_and_do_nothing_else(tmp_path):
+    with attacked(tmp_path) as run:
+        for index, (name, (data, words)) in enumerate(MESSAGES.items()):
+            pipe = Pipe(run.address, run.token, name=f"mallory-{index}")
+            pipe.stream.send(data)
+            assert pipe.is_cut(), f"{name} was not cut off"
+            line = until(lambda index=index: _line(run, f"worker mallory-{index} "), f"{name} is reported")
+            assert words in line, f"{name}: {line}"
+            assert "at 127.0.0.1:" in line
+            pipe.close()
+
+
+def _line(run, words):
+    return next((line for line in run.errors().splitlines() if words in line), "")
+
+
+def test_channels_carry_what_was_announced(tmp_path):
+    """A tensor's bytes are written where the agent has made room for them: not one more may come."""
+    good = message(b"\x00\x80\x04N.", tensors=[400], pickle=TENSOR % (b"K\x32", b"K\x00", b"K\x32", b"K\x01"))
+    with attacked(tmp_path) as run:
+        longer = Pipe(run.address, run.token, name="longer").further_all()
+        longer.stream.send(good)
+        longer.tensors.send(framed(bytes(4000)))
+        assert longer.is_cut(longer.tensors)
+        until(lambda: "a tensor of 4000 bytes that was announced with 400" in _line(run, "longer"), "told")
+        talks = Pipe(run.address, run.token, name="talks").further_all()
+        talks.reply.send(framed(b"hello"))
+        assert talks.is_cut(talks.reply)
+        until(lambda: "a connection that torch does not use" in _line(run, "talks"), "told")
+        stray = Pipe(run.address, run.token, name="stray")
+        for number in (10**6, 0):  # one that nobody has, one that was taken long ago
+            assert stray.is_cut(stray.further(number)), "a connection that nobody expects was accepted"
+        again = Pipe(run.address, run.token, name="again").further_all()
+        assert again.is_cut(again.further(again.answer.reply)), "a registration was used twice"
+
+
+def test_memory_of_other_processes_is_not_read(tmp_path):
+    """With cma a worker names its own process; one that names another's would have the server read from it."""
+    with attacked(tmp_path) as run:
+        brochure = _brochure_with_cma()
+        pipe = Pipe.__new__(Pipe)
+        pipe._server, pipe._context = run.address, identity.worker_context(run.token)
+        pipe.stream = pipe._dial()
+        pipe.stream.send(framed(b"\xb8\x00\xb9\x01\xbd\x05forge") + framed(brochure))
+        answer = tensorpipe.read_answer(attacker.read_frame(pipe.stream))
+        assert "cma" in answer.channels
+        addresses = pipe.further(answer.channels["cma"][0])
+        pipe.further(answer.channels["cma"][1])
+        pipe.further(answer.reply)
+        addresses.send(framed(b"\xb9\x02" + attacker.number(run.server()) + attacker.number(4096)))
+        assert pipe.is_cut(addresses)
+        until(lambda: f"memory of process {run.server()}" in _line(run, "forge"), "told")
+
+
+BROCHURE = """
+import os, socket, struct
+import torch.distributed as dist
+from torch.distributed import rpc
+from ringmaster_dist.transport import star, surface
+listener, store = socket.create_server(("127.0.0.1", 0)), dist.HashStore()
+store.set("names/0", "server")
+store.set("addrs/server", f"uv://127.0.0.1:{listener.getsockname()[1]}")
+star._start_agent(store, "me", 1, 2, 4, 9.0)
+rpc.rpc_async("server", surface.leave, args=("",))
+connection = listener.accept()[0].makefile("rb")
+read = lambda: connection.read(struct.unpack("<Q", connection.read(8))[0])
+read()
+print(read().hex(), flush=True)
+os._exit(0)
+"""
+
+
+def _brochure_with_cma():
+    """As torch would write it here: the domain is that of this machine and user."""
+    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    done = subprocess.run([sys.executable, "-c", BROCHURE], capture_output=True, text=True, timeout=60, env=environment)
+    return bytes.fromhex(done.stdout.strip())
+
+
+TORCH = """
+import os, sys, pickle
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+import torch, torch.distributed.rpc as rpc
+from ringmaster_dist.transport import sieve, star, surface
+from ringmaster_dist.protocol import Interruptions, JoinRequest, Push
+star.restrict = lambda: None  # the attacker's own side is not restricted, and not sifted
+class Open(sieve.Everything): pass
+sieve.Calls = sieve.Tensors = sieve.Addresses = sieve.Completions = sieve.Silence = Open
+address, token, marker = sys.argv[1:]
+
+class Trap:
+    def __reduce__(self):
+        return os.system, (f"touch {marker}",)
+
+class Big:
+    def __reduce__(self):
+        return bytearray, (1 << 30,)
+
+def attempt(name, work):
+    client = star.Client(address, token=token, connect_seconds=10, call_seconds=10)
+    try:
+        work(client)
+    except Exception as error:
+        print(name, "refused" if "refused" in str(error) else "cut off", flush=True)
+    else:
+        print(name, "WENT THROUGH", flush=True)
+    client.close()
+
+def call(function, *arguments):
+    return lambda client: rpc.rpc_sync("server", function, args=arguments, timeout=10)
+
+attempt("system", call(os.system, f"touch {marker}"))
+attempt("eval", call(eval, f"open({marker!r}, 'w')"))
+attempt("trap", call(surface.join, Trap()))
+attempt("big", call(surface.join, Big()))
+attempt("getattr", call(getattr, [], "append"))
+attempt("import", call(__import__, "os"))
+attempt("load", call(pickle.loads, pickle.dumps(1)))
+attempt("operator", call(torch.add, torch.ones(2), 1))
+attempt("from_file", call(torch.from_file, "/etc/passwd", False, 100))
+attempt("create_file", call(torch.from_file, marker, True, 100))
+attempt("rref", lambda client: rpc.remote("server", torch.ones, args=(50_000_000,)).to_here(10))
+attempt("python rref", lambda client: rpc.remote("server", surface.leave, args=("",)).to_here(10))
+attempt("huge tensor", call(surface.leave, torch.ones(10_000_000)))
+client = star.Client(address, token=token, connect_seconds=10, call_seconds=10)
+print("wrong token", client.join(JoinRequest(99, token, 0)).reason)
+print("session", client.fetch("guess", 0, 0, Interruptions()).unknown)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_torch_itself_as_the_attacker(tmp_path):
+    """With the right token, and everything that torch RPC offers."""
+    marker = tmp_path / "owned"
+    with attacked(tmp_path, tracebacks=True) as run:  # torch prints one for a call it could not unpickle
+        command = [sys.executable, "-c", TORCH, run.address, run.token, str(marker)]
+        attack = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        lines = attack.stdout.splitlines()
+        for name in ("system", "eval", "trap", "big", "getattr", "import", "load"):
+            assert f"{name} refused" in lines, attack.stdout + attack.stderr
+        for name in ("operator", "from_file", "create_file", "rref", "python rref", "huge tensor"):
+            assert f"{name} cut off" in lines, attack.stdout + attack.stderr
+        assert any(line.startswith("wrong token the worker speaks protocol 99") for line in lines)
+        assert "session True" in lines
+        assert not marker.exists()
+
+
+def test_pickles_that_cost_memory_or_time(tmp_path):
+    """A call of the right type whose pickle is a bomb: refused by the unpickler, answered with an error."""
+    bombs = {
+        "an entry of the memo": b"\x80\x04N" + b"r" + struct.pack("<I", 1 << 25) + b".",
+        "many small words": b"\x80\x04" + b"N0" * 7000 + b"N.",
+        "a list in a list": b"\x80\x04" + b"]" * 10_000 + b".",
+        "a word longer than the message": b"\x80\x04B" + struct.pack("<I", 1 << 30) + b".",
+        "a frame longer than the message": b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.",
+        "an extension": b"\x80\x04\x82\x01.",
+        "a name": pickle.dumps(os.system),
+    }
+    with attacked(tmp_path, tracebacks=True) as run:
+        before = time.monotonic()
+        for name, bomb in bombs.items():
+            pipe = Pipe(run.address, run.token, name="bomber").further_all()
+            pipe.stream.send(message(b"\x00" + bomb))
+            assert not pipe.is_cut(), name  # the server's agent answers, with an exception
+            pipe.close()
+        assert time.monotonic() - before < 30
+
+
+def test_idle_connections_do_not_keep_anybody_out(tmp_path):
+    """1,100 of them, and the server may open 256 files: checkpoints are written, workers join."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    limited = ["prlimit", "--nofile=256:256"]
+    with attacked(tmp_path, "checkpoint.every=10", "server.handshake_seconds=2", prefix=limited) as run:
+        idle = [socket.create_connection(public(run), timeout=5) for _ in range(1100)]
+        saved = run.checkpoints(0)
+        until(lambda: run.checkpoints(0)[-1] not in saved, "a checkpoint is written")
+        command = [sys.executable, "-m", "ringmaster_dist.worker", f"server={run.address}"]
+        environment = {**os.environ, "RINGMASTER_TOKEN": run.token}
+        late = subprocess.Popen(command, env=environment)
+        try:
+            until(lambda: len(run.joined()) == 4, "a worker joins")
+        finally:
+            late.kill()
+            late.wait()
+        until(lambda: _all_hung_up(idle), "the idle are gone", 20)
+        for stream in idle:
+            stream.close()
+
+
+def _all_hung_up(streams):
+    for stream in streams:
+        stream.setblocking(False)
+        try:
+            if stream.recv(1):
+                return False
+        except BlockingIOError:
+            return False
+        except OSError:
+            continue
+    return True
+
+
+def test_a_killed_gate_is_replaced_and_nothing_is_counted_twice(tmp_path):
+    """Three times, in the middle of pushes: these workers do hardly anything else."""
+    big = ["problem.dim=100000", "cluster.profile=none"]
+    with Run(tmp_path / "run", *LONG, *big) as run:
+        server, workers = run.server(), until(lambda: len(run.workers()) == 3 and run.workers(), "three workers")
+        for _ in range(3):
+            version = run.version()
+            until(lambda version=version: run.version() > version + 20, "updates are made")
+            (gate,) = run.children("gate")
+            os.kill(gate, signal.SIGKILL)
+            until(lambda gate=gate: [pid for pid in run.children("gate") if pid != gate], "another gate is there")
+        version = run.version()
+        until(lambda: run.version() > version + 20, "updates are made")
+        assert (run.server(), run.workers()) == (server, workers)
+        run.process.send_signal(signal.SIGINT)
+        summary = check_finished(run)
+    assert summary["terms"] == 1
+    assert run.errors().count("the gate has died") == 3

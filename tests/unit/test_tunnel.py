@@ -1,0 +1,220 @@
+"""The parts of the tunnel by themselves: certificates, streams, TensorPipe's frames, the sieve."""
+
+import os
+import socket
+import ssl
+import struct
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringmaster_dist.transport import identity, sieve, sockets, tensorpipe
+from ringmaster_dist.transport.relay import Pair, Relay
+from ringmaster_dist.transport.streams import PlainStream, TlsStream
+from ringmaster_dist.transport.tensorpipe import Unexpected, framed
+from tests.distributed.attacker import descriptor, message, number
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+# As torch 2.13 wrote them between two processes of one machine, and between two machines.
+ANSWER = (
+    b"\xb9\x07\xbd\x02uv\xbd\x0f127.0.0.1:33785\xbb\x01\x01\x00\xbd\x04uv:*\xbb\x01\xbd\x03cma\xbc\x10\x01\0\0\0\0\0\0\0"
+    b"\x02\0\0\0\0\0\0\0\xbb\x01\xbd\x03cma\xbb\x01\xb9\x02\xbd\x03cpu\x00\xbd\x05cma:x\xbb\x01\xba\x02\xb9\x02\xbd\x03cpu"
+    b"\x00\xb9\x02\xbd\x03cpu\x00\xbd\x03cma"
+)
+BROCHURE = b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbb\x01\xb9\x02\xbd\x03cpu\x00\xbd\x03any"
+
+
+def pair_of_streams(server, worker):
+    """Two ends of a connection after, or in the middle of, a handshake in two threads."""
+    one, other = socket.socketpair()
+    one.settimeout(5)
+    other.settimeout(5)
+    ends = TlsStream(one, server, server_side=True), TlsStream(other, worker, server_side=False)
+    errors = []
+
+    def shake(stream):
+        try:
+            stream.handshake_blocking()
+        except (OSError, EOFError) as error:
+            errors.append(error)
+            stream.socket.close()
+
+    thread = threading.Thread(target=shake, args=(ends[0],))
+    thread.start()
+    shake(ends[1])
+    thread.join()
+    return ends, errors
+
+
+def test_certificates_follow_from_the_token_alone():
+    first = identity._pairs(TOKEN)
+    identity._pairs.cache_clear()
+    assert identity._pairs(TOKEN) == first
+    other = identity._pairs(TOKEN[:-1] + "x")
+    everything = [part for pairs in (first, other) for pair in pairs.values() for part in pair]
+    assert len(set(everything)) == 8  # two tokens, two roles, certificate and key
+    der = ssl.PEM_cert_to_DER_cert(first["server"][0].decode())
+    assert identity.is_ours(der)
+    assert TOKEN.encode() not in der
+
+
+def test_both_ends_prove_the_token():
+    (server, worker), errors = pair_of_streams(identity.server_context(TOKEN), identity.worker_context(TOKEN))
+    assert not errors
+    assert server.purpose == identity.TUNNEL
+    data = bytes(range(256)) * 5000
+    threading.Thread(target=worker.send, args=(data,)).start()
+    received, buffer = b"", memoryview(bytearray(1 << 18))
+    while len(received) < len(data):
+        received += buffer[: server.receive_into(buffer)]
+    assert received == data
+
+
+@pytest.mark.parametrize(
+    "who", ["worker with another token", "server with another token", "stranger", "worker as server"]
+)
+def test_whoever_does_not_is_refused(who):
+    server, worker = identity.server_context(TOKEN), identity.worker_context(TOKEN)
+    if who == "another worker":
+        worker = identity.worker_context("another")
+        worker.verify_mode = ssl.CERT_NONE
+    elif who == "another server":
+        server = identity.server_context("another")
+    elif who == "stranger":
+        worker = identity.stranger_context()
+    else:  # a worker's certificate does not make a server
+        server = identity._context(ssl.PROTOCOL_TLS_SERVER, TOKEN, own="worker", other="worker")
+    _, errors = pair_of_streams(server, worker)
+    assert errors
+
+
+def test_a_missing_library_is_told(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(identity.Mistrusted, match="pip install cryptography"):
+        identity.require_library()
+
+
+def test_the_answer_is_rewritten_and_nothing_else():
+    answer = tensorpipe.read_answer(ANSWER)
+    assert (answer.address, answer.reply, answer.channels) == ("127.0.0.1:33785", 0, {"cma": [1, 2]})
+    assert answer.frame == ANSWER
+    assert answer.naming("127.0.0.1:9") == ANSWER.replace(b"\x0f127.0.0.1:33785", b"\x0b127.0.0.1:9")
+
+
+@given(st.integers(0, len(ANSWER) - 1), st.integers(0, 255))
+def test_an_altered_answer_is_refused_or_still_names_one_address(position, value):
+    """Fail closed: whatever is changed in it, it is not understood, or its parts are what they were."""
+    altered = ANSWER[:position] + bytes([value]) + ANSWER[position + 1 :]
+    try:
+        answer = tensorpipe.read_answer(altered)
+    except Unexpected:
+        return
+    assert answer.naming("127.0.0.1:9").count(b"127.0.0.1:33785") == 0
+    assert len(answer.naming("127.0.0.1:9")) == len(altered) - 4
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_unexpected_and_nothing_worse(noise):
+    for read in (tensorpipe.read_greeting, tensorpipe.read_brochure, tensorpipe.read_answer, tensorpipe.read_descriptor,
+                 tensorpipe.read_memory_address):  # fmt: skip
+        for data in (noise, BROCHURE[:9] + noise, descriptor([4, 8, 5, 47])[:5] + noise):
+            try:
+                read(data)
+            except Unexpected:
+                continue
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_numbers_are_read_as_they_were_written(value):
+    assert tensorpipe.Reader(number(value)).integer() == value
+
+
+@pytest.mark.parametrize("piece", [1, 3, 8, 50, 10_000])
+def test_a_good_message_passes_the_sieve_as_a_whole_however_it_comes(piece):
+    stream = framed(BROCHURE) + message(b"\x00\x80\x04N.") * 3
+    sifter, passed = sieve.Calls(sieve.Pipe("w", 400)), b""
+    for start in range(0, len(stream), piece):
+        passed += b"".join(sifter.sift(memoryview(stream)[start : start + piece]))
+        beyond = len(passed) - len(framed(BROCHURE))
+        assert beyond <= 0 or beyond % len(message(b"\x00\x80\x04N.")) == 0, "a part of a message has passed"
+    assert passed == stream
+
+
+def test_nothing_of_a_bad_message_passes():
+    bad = message(kind=0x100)
+    for piece in (1, 7, len(bad)):
+        sifter, passed = sieve.Calls(sieve.Pipe("w", 400)), []
+        list(sifter.sift(memoryview(framed(BROCHURE))))
+        pieces = (memoryview(bad)[start : start + piece] for start in range(0, len(bad), piece))
+        with pytest.raises(Unexpected, match="type 0x00000100"):
+            passed.extend(part for data in pieces for part in sifter.sift(data))
+        assert passed == []
+
+
+def test_a_tensor_passes_in_pieces_once_it_was_announced():
+    pipe = sieve.Pipe("w", 1 << 20, sends_tensors=True)
+    pipe.announce(1 << 20)
+    sifter, tensor = sieve.Tensors(pipe), framed(bytes(1 << 20))
+    passed = [bytes(part) for start in range(0, len(tensor), 1000)
+              for part in sifter.sift(memoryview(tensor)[start : start + 1000])]  # fmt: skip
+    assert b"".join(passed) == tensor
+    assert len(passed) > 1000
+
+
+def test_a_listener_is_closed_to_everybody_but_one():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sockets.only_from(listener, 0)
+        with socket.socket() as stranger:
+            stranger.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                stranger.connect(listener.getsockname())
+        with sockets.connect_alone(listener) as friend:
+            accepted, _ = listener.accept()
+            with accepted:
+                friend.sendall(b"hello")
+                assert accepted.recv(5) == b"hello"
+                assert sockets.is_own_peer(accepted)
+                assert sockets.process_has(os.getpid(), friend.getsockname(), listener.getsockname())
+                assert not sockets.process_has(1, friend.getsockname(), listener.getsockname())
+        with socket.socket() as again:
+            again.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                again.connect(listener.getsockname())
+
+
+@pytest.mark.parametrize("big", [False, True])
+def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
+    relay, ended = Relay(), threading.Event()
+    relay.start()
+    outside, worker = socket.socketpair()
+    inside, agent = socket.socketpair()
+    passes = sieve.Everything(sieve.Pipe("w", 0))
+    reasons = []
+
+    def end(reason):
+        reasons.append(reason)
+        ended.set()
+
+    relay.add(Pair(PlainStream(outside), PlainStream(inside), passes, passes, b"first ", end), big=big)
+    data = bytes(8 << 20)
+    sender = threading.Thread(target=worker.sendall, args=(data,))
+    sender.start()
+    agent.settimeout(10)
+    received = bytearray()
+    while len(received) < 6 + len(data):
+        received += agent.recv(1 << 16)
+    sender.join()
+    assert bytes(received) == b"first " + data
+    agent.sendall(b"answer")
+    worker.settimeout(10)
+    assert worker.recv(10) == b"answer"
+    assert relay.num_open == 1
+    assert relay.carried == {"received": len(data) + (0 if big else 6), "sent": 6}
+    worker.close()
+    assert agent.recv(1) == b""
+    assert ended.wait(10)
+    assert (reasons, relay.num_open) == ([""], 0)
+    assert struct.calcsize("<Q") == tensorpipe.LENGTH_BYTES
+    relay.close()
