@@ -182,14 +182,14 @@ def serve(
             if due:
                 next_evaluation = core.version + config.eval.every
             evaluation = problem.evaluate(core.snapshot.iterate) if due else {}
-            row = metrics.row(service, evaluation, host.num_connected)
+            row = metrics.row(service, evaluation, host.counts)
             journal.metrics.write(row)
             logger.row(row)
     if service.failure is not None:
         raise RuntimeError("the server could not go on; its last words are above") from service.failure
     stopped = should_stop()
     evaluation = problem.evaluate(core.snapshot.iterate)
-    row = metrics.row(service, evaluation, host.num_connected)
+    row = metrics.row(service, evaluation, host.counts)
     journal.metrics.write(row)
     logger.row(row)
     service.wait_until_all_left(config.server.farewell_seconds)

@@ -72,8 +72,8 @@ class Metrics:
             del made[: _REMEMBERED_UPDATES // 2]
             self._first_version += _REMEMBERED_UPDATES // 2
 
-    def row(self, service: Service, evaluation: Mapping[str, float], num_connected: int) -> dict[str, Any]:
-        """A row of metrics.jsonl. Rates and delays are those since the last one."""
+    def row(self, service: Service, evaluation: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, Any]:
+        """A row of metrics.jsonl. Rates and delays are those since the last one. ``counts`` are the transport's."""
         core, meter, seconds = service.core, service.meter, service.seconds
         statuses = [status for _, status in list(service.workers.items())]
         version, method = core.version, core.method
@@ -102,7 +102,10 @@ class Metrics:
             "bytes_sent": meter.bytes_sent,
             "memory_bytes": _resident_bytes(),
             "lease_losses": meter.lease_losses,
-            "reconnects": max(0, num_connected - meter.num_joined),
+            "reconnects": max(0, counts["pipes"] - meter.num_joined),
+            "tunnel_bytes_received": counts["received"],
+            "tunnel_bytes_sent": counts["sent"],
+            "refused_peers": counts["refused"],
             "per_worker": self._per_worker(service),
         }
 

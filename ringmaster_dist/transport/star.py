@@ -130,19 +130,12 @@ class Host:
             raise RuntimeError(self._failure)
 
     @property
-    def num_connected(self) -> int:
-        """How many times workers have connected so far; one that reconnects counts again."""
-        return self._counts["pipes"]
-
-    @property
-    def num_refused(self) -> int:
-        """How many peers were refused before they had proven the token, or had introduced themselves."""
-        return self._counts["refused"]
-
-    @property
-    def bytes_carried(self) -> tuple[int, int]:
-        """Through the tunnel: from workers, to workers. What processes of one machine read across is not in it."""
-        return self._counts["received"], self._counts["sent"]
+    def counts(self) -> dict[str, int]:
+        """Of this host so far. ``pipes``: how many times workers have connected; one that reconnects counts again.
+        ``received`` and ``sent``: bytes through the tunnel, without what processes of one machine read across.
+        ``refused``: peers that had not proven the token, or not introduced themselves.
+        """
+        return dict(self._counts)
 
     def close(self) -> None:
         """Ends the serving; what was answered last is still delivered."""

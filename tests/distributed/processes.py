@@ -44,22 +44,9 @@ class Run:
 
     def children(self, kind: str = "") -> list[int]:
         """The run's live processes (below the supervisor) whose name begins with ``kind``."""
-        parents, names = {}, {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                before, _, after = path.read_text().rpartition(")")
-            except OSError:
-                continue
-            state, parent, *_ = after.split()
-            if state != "Z":
-                parents[int(path.parent.name)] = int(parent)
-                names[int(path.parent.name)] = before.partition("(")[2]
-        below = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in below and pid not in below}:
-            below |= more
-        below.discard(self.process.pid)
-        self.started |= below
-        return sorted(pid for pid in below if names[pid].startswith(kind))
+        below = descendants(self.process.pid)
+        self.started |= below.keys()
+        return sorted(pid for pid, name in below.items() if name.startswith(kind))
 
     def workers(self) -> list[int]:
         return self.children("worker-slot")
@@ -103,6 +90,24 @@ class Run:
 
     def summary(self) -> dict:
         return json.loads((self.directory / "summary.json").read_text())
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """The live processes that a process has started, and those that they have; with their names."""
+    parents, names = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            before, _, after = path.read_text().rpartition(")")
+        except OSError:
+            continue
+        state, parent, *_ = after.split()
+        if state != "Z":
+            parents[int(path.parent.name)] = int(parent)
+            names[int(path.parent.name)] = before.partition("(")[2]
+    below = {pid}
+    while more := {child for child, parent in parents.items() if parent in below and child not in below}:
+        below |= more
+    return {child: names[child] for child in below - {pid}}
 
 
 def alive(pid: int) -> bool:

@@ -82,6 +82,26 @@ class Network:
         sh(f"ip -n {space} link set lo up")
         return address
 
+    def second_network(self, name: str, *, router: str) -> None:
+        """A machine on a network of its own, and a router that is on both and passes nothing on by itself."""
+        self.machine(router)
+        space = self.space(name)
+        sh(f"ip netns add {space}")
+        self._machines.append(name)
+        sh(f"ip -n {self.space(router)} link add inner type veth peer name uplink netns {space}")
+        for one, device, address in (
+            (self.space(router), "inner", self.address_of_router),
+            (space, "uplink", "10.99.78.2"),
+        ):
+            sh(f"ip -n {one} addr add {address}/24 dev {device}")
+            sh(f"ip -n {one} link set {device} up")
+        sh(f"ip -n {space} link set lo up")
+
+    address_of_router = "10.99.78.1"  # on the second network
+
+    def space(self, name: str) -> str:
+        return f"{self._tag}-{name}"
+
     def at(self, name: str) -> list[str]:
         """What a command has to begin with to run there. Its process ids are its own too: TensorPipe takes two that
         share them for one machine, and tensors would pass from memory to memory, not by the link."""

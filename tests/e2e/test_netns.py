@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import Run, check_finished, processes_with, recompute, until
+from tests.distributed.attacker import listening
+from tests.distributed.processes import Run, check_finished, descendants, processes_with, recompute, until
 from tests.e2e.network import Network, require_namespaces
 
 pytestmark = [pytest.mark.netns, pytest.mark.e2e]
@@ -137,12 +138,13 @@ def test_a_worker_on_a_bad_link_is_slow_alone(network, tmp_path):
     assert network.lost_frames() > 0
 
 
-def test_the_scripts_of_two_machines(network, tmp_path):
-    """launch/server.sh and launch/worker.sh, with torchrun behind them; the server crashes and is brought back."""
+@pytest.mark.parametrize("launcher", ["ringmaster", "torchrun"])
+def test_the_scripts_of_two_machines(network, tmp_path, launcher):
+    """launch/server.sh and launch/worker.sh; the server crashes and is brought back."""
     host = network.machine("server")
     network.machine("worker")
     run = tmp_path / "run"
-    environment = {**os.environ, **TOKEN, "RINGMASTER_PYTHON": sys.executable, "WORKERS": "2"}
+    environment = {**os.environ, **TOKEN, "RINGMASTER_PYTHON": sys.executable, "WORKERS": "2", "LAUNCHER": launcher}
     overrides = ["problem.dim=50", "cluster.profile=similar", "cluster.unit_seconds=0.02", "method=asynchronous",
                  "budget.updates=700", "budget.seconds=null", "checkpoint.every=10"]  # fmt: skip
     serving = {**environment, "SERVER_HOST": host, "RUN_DIR": str(run)}
@@ -157,9 +159,12 @@ def test_the_scripts_of_two_machines(network, tmp_path):
     )
     try:
         until(lambda: list(run.glob("checkpoints/*.safetensors")), "a checkpoint")
-        (rank,) = set(processes_with("ringmaster_dist.train", f"run.dir={run}")) - set(
-            processes_with("torch.distributed.run", f"run.dir={run}")
-        )
+        if launcher == "torchrun":
+            (rank,) = set(processes_with("ringmaster_dist.train", f"run.dir={run}")) - set(
+                processes_with("torch.distributed.run", f"run.dir={run}")
+            )
+        else:
+            (rank,) = (pid for pid, name in descendants(server.pid).items() if name == "server")
         os.kill(rank, signal.SIGKILL)
         output, _ = server.communicate(timeout=90)
         assert (server.returncode, worker.wait(timeout=60)) == (0, 0)
@@ -171,3 +176,106 @@ def test_the_scripts_of_two_machines(network, tmp_path):
     assert len((run / "terms.jsonl").read_text().splitlines()) == 2
     assert json.loads((run / "summary.json").read_text())["num_workers"] == 2
     assert recompute(run).same
+
+
+class Forwarder:
+    """One port of the router, forwarded to the server; nothing else passes between the two networks."""
+
+    def __init__(self, network: Network, host: str, log: Path) -> None:
+        self._log = log
+        with log.open("w") as output:
+            command = [*network.at("router"), sys.executable, str(ROOT / "tests/e2e/forward.py"), str(PORT), host]
+            self._process = subprocess.Popen([*command, str(PORT)], stdout=output)
+        until(lambda: "ready" in log.read_text(), "it forwards")
+
+    def carried(self) -> list[int]:
+        return [int(word) for word in self._log.read_text().splitlines()[-1].split()]
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def connections(space: str) -> set[tuple[str, str]]:
+    """The established TCP connections of a namespace that leave it: local and remote address."""
+    listed = subprocess.run(
+        ["ip", "netns", "exec", space, "ss", "-Htn", "state", "established"], capture_output=True, text=True, check=True
+    )
+    ends = {tuple(line.split()[2:4]) for line in listed.stdout.splitlines()}
+    return {(local, remote) for local, remote in ends if not local.startswith("127.")}
+
+
+def test_one_forwarded_port_is_all_that_a_cluster_needs(network, tmp_path):
+    """Two networks without a route between them, and a router that forwards one port, is cut and comes back.
+
+    Every byte between workers and server passes that port, through the tunnel, and no other connection leaves.
+    """
+    host = network.machine("server")
+    network.second_network("worker", router="router")
+    outside = network.address_of_router
+    overrides = [*SERVER, f"server.host={host}", "cluster.workers=1", "budget.seconds=600", "server.lease_seconds=3"]
+    run = Run(tmp_path / "run", f"run.dir={tmp_path}/run", *overrides, "resume=null", prefix=network.at("server"))
+    with run, Workers(network, f"{outside}:{PORT}") as workers:
+        forwarder = Forwarder(network, host, tmp_path / "first.log")
+        workers.start("worker")
+        until(lambda: run.version() > 50, "the run is on")
+        for space, other in (("server", "router"), ("worker", "router")):
+            found = connections(network.space(space))
+            assert found, "nobody is connected"
+            assert all(f":{PORT}" in local + remote for local, remote in found), (other, found)
+        row = until(lambda: run._records("metrics.jsonl")[-1], "a row")
+        until(lambda: forwarder.carried()[0] > row["tunnel_bytes_received"], "they are counted")
+        forwarder.stop()
+        until(lambda: events(run, 0)[-1] == "leave", "the worker was cut off for longer than its lease")
+        forwarder = Forwarder(network, host, tmp_path / "second.log")
+        version = until(lambda: events(run, 0)[-1] == "join" and run.version(), "it is back")
+        until(lambda: run.version() > version + 50, "and delivers")
+        run.process.send_signal(signal.SIGINT)
+        summary = check_finished(run)
+        workers.check_ended()
+        forwarder.stop()
+    carried = [
+        sum(pair) for pair in zip(*(_last(tmp_path / name) for name in ("first.log", "second.log")), strict=True)
+    ]
+    row = run._records("metrics.jsonl")[-1]
+    payload = summary["pushes"] * 2000 * 8  # gradients of float64
+    for counted, passed in zip((row["tunnel_bytes_received"], row["tunnel_bytes_sent"]), carried, strict=True):
+        assert payload < counted < passed < 1.2 * counted, (payload, counted, passed)
+    assert summary["num_workers"] == 1
+
+
+def _last(log: Path) -> list[int]:
+    return [int(word) for word in log.read_text().splitlines()[-1].split()]
+
+
+def test_other_users_of_the_machine_reach_no_agent(tmp_path):
+    """``nobody`` can connect to the one public port and to nothing else, and reads no file of the run."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    with Run(tmp_path / "run", "budget.updates=null", "budget.seconds=600") as run:
+        until(lambda: run.version() > 5, "the run is on")
+        found = sorted(listening(run.children()))
+        public = int((tmp_path / "run/address").read_text().rpartition(":")[2])
+        code = (
+            "import socket, sys\n"
+            "for word in sys.argv[2:]:\n"
+            "    host, _, port = word.rpartition(':')\n"
+            "    try:\n"
+            "        socket.create_connection((host, int(port)), timeout=1); print(port, 'open')\n"
+            "    except OSError as error: print(port, 'closed')\n"
+            "try: open(sys.argv[1]).read(); print('read')\n"
+            "except PermissionError: print('not read')\n"
+        )
+        tmp_path.chmod(0o755)
+        words = [str(tmp_path / "run/token"), *(f"{host}:{port}" for host, port in found)]
+        done = subprocess.run(
+            ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", code, *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        said = [f"{port} {'open' if port == public else 'closed'}" for _, port in found]
+        assert done.stdout.splitlines() == [*said, "not read"], done.stdout + done.stderr
+        assert len(found) == 2
+        run.process.send_signal(signal.SIGINT)
+        check_finished(run)

@@ -32,13 +32,14 @@ def measured():
 
 def test_a_row_has_every_figure(measured):
     stage, metrics = measured
-    row = metrics.row(stage.service, {"gap": 0.5}, num_connected=3)
+    row = metrics.row(stage.service, {"gap": 0.5}, {"pipes": 3, "received": 7, "sent": 8, "refused": 9})
     expected = {
         "time": 4.0, "version": 3, "gap": 0.5, "accepted_loss": 2.0, "accepted": 3, "stale": 1, "invalid": 0,
         "interrupted": 1, "workers": 2, "updates_per_second": 0.75, "gradients_per_second": 1.0, "delay_mean": 0.75,
         "delay_p50": 0, "delay_p95": 3, "delay_max": 3, "delay_histogram": [(0, 3), (3, 1)], "threshold": 2,
         "eta": 0.1, "beta": 0.5, "used_seconds": 2.25, "wasted_seconds": 3.0, "tokens": 30, "queue_seconds": 0.25,
-        "bytes_received": 96, "lease_losses": 0, "reconnects": 1,
+        "bytes_received": 96, "lease_losses": 0, "reconnects": 1, "tunnel_bytes_received": 7,
+        "tunnel_bytes_sent": 8, "refused_peers": 9,
     }  # fmt: skip
     assert {key: row[key] for key in expected} == expected
     # Made at 1, 2 and 3 s; the late one was computed from 1.5 s on: two while computing, one before.
@@ -54,9 +55,9 @@ def test_a_row_has_every_figure(measured):
 
 def test_rates_and_delays_are_those_since_the_last_row(measured):
     stage, metrics = measured
-    metrics.row(stage.service, {}, 2)
+    metrics.row(stage.service, {}, dict.fromkeys(("pipes", "received", "sent", "refused"), 2))
     stage.wait(2.0)
-    row = metrics.row(stage.service, {}, 2)
+    row = metrics.row(stage.service, {}, dict.fromkeys(("pipes", "received", "sent", "refused"), 2))
     assert (row["updates_per_second"], row["gradients_per_second"]) == (0.0, 0.0)
     assert "delay_mean" not in row
     assert "gradient_norm" not in row
