@@ -87,7 +87,7 @@ def measure(name: str, layout: Layout, rate: float | None) -> dict[str, Any]:
         service.meter.applied(core.snapshot, Snapshot(number, gradient), time.perf_counter() - time.perf_counter())
 
     def row() -> None:
-        json.dumps(metrics.row(service, {}, 0))
+        json.dumps(metrics.row(service, {}, dict.fromkeys(("pipes", "received", "sent", "refused"), 0)))
 
     notes()
     norms = _seconds(row, 1)  # the first has them; later ones only when they have become cheap enough

@@ -17,7 +17,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "threshold", "accepted", "stale", "invalid", "interrupted",
     ),
     "workers": ("workers", "used_seconds", "wasted_seconds", "lease_losses", "reconnects"),
-    "system": ("update_seconds", "lock_wait_seconds", "memory_bytes", "bytes_received", "bytes_sent"),
+    "system": (
+        "update_seconds", "lock_wait_seconds", "memory_bytes", "bytes_received", "bytes_sent", "tunnel_bytes_received",
+        "tunnel_bytes_sent", "refused_peers",
+    ),
 }  # fmt: skip
 _SECTION_OF = {key: section for section, keys in SECTIONS.items() for key in keys}
 

@@ -36,6 +36,8 @@ def serve(port: int, host: str, to: int) -> None:
             except OSError:
                 came.close()
                 continue
+            for one in (came, went):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threading.Thread(target=pump, args=(came, went, "in"), daemon=True).start()
             threading.Thread(target=pump, args=(went, came, "out"), daemon=True).start()
 

@@ -89,10 +89,8 @@ class Network:
         sh(f"ip netns add {space}")
         self._machines.append(name)
         sh(f"ip -n {self.space(router)} link add inner type veth peer name uplink netns {space}")
-        for one, device, address in (
-            (self.space(router), "inner", self.address_of_router),
-            (space, "uplink", "10.99.78.2"),
-        ):
+        ends = (self.space(router), "inner", self.address_of_router), (space, "uplink", "10.99.78.2")
+        for one, device, address in ends:
             sh(f"ip -n {one} addr add {address}/24 dev {device}")
             sh(f"ip -n {one} link set {device} up")
         sh(f"ip -n {space} link set lo up")

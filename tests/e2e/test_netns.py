@@ -213,7 +213,7 @@ def test_one_forwarded_port_is_all_that_a_cluster_needs(network, tmp_path):
     host = network.machine("server")
     network.second_network("worker", router="router")
     outside = network.address_of_router
-    overrides = [*SERVER, f"server.host={host}", "cluster.workers=1", "budget.seconds=600", "server.lease_seconds=3"]
+    overrides = [*SERVER, f"server.host={host}", "cluster.workers=1", "budget.seconds=25", "server.lease_seconds=3"]
     run = Run(tmp_path / "run", f"run.dir={tmp_path}/run", *overrides, "resume=null", prefix=network.at("server"))
     with run, Workers(network, f"{outside}:{PORT}") as workers:
         forwarder = Forwarder(network, host, tmp_path / "first.log")
@@ -230,13 +230,11 @@ def test_one_forwarded_port_is_all_that_a_cluster_needs(network, tmp_path):
         forwarder = Forwarder(network, host, tmp_path / "second.log")
         version = until(lambda: events(run, 0)[-1] == "join" and run.version(), "it is back")
         until(lambda: run.version() > version + 50, "and delivers")
-        run.process.send_signal(signal.SIGINT)
         summary = check_finished(run)
         workers.check_ended()
         forwarder.stop()
-    carried = [
-        sum(pair) for pair in zip(*(_last(tmp_path / name) for name in ("first.log", "second.log")), strict=True)
-    ]
+    logs = [_last(tmp_path / name) for name in ("first.log", "second.log")]
+    carried = [sum(pair) for pair in zip(*logs, strict=True)]
     row = run._records("metrics.jsonl")[-1]
     payload = summary["pushes"] * 2000 * 8  # gradients of float64
     for counted, passed in zip((row["tunnel_bytes_received"], row["tunnel_bytes_sent"]), carried, strict=True):

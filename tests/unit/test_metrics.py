@@ -68,7 +68,7 @@ def test_a_loss_that_is_no_number_does_not_spoil_the_rest(measured):
     session = stage.session()
     stage.service.push(session, Push(0, 3, torch.ones(6), math.nan, 0.1))
     stage.service.compute()
-    row = metrics.row(stage.service, {}, 3)
+    row = metrics.row(stage.service, {}, dict.fromkeys(("pipes", "received", "sent", "refused"), 3))
     assert row["accepted"] == 4
     assert math.isfinite(row["train_loss"])
 
