@@ -8,6 +8,7 @@ Builds the image and starts a server, a fast worker and a slow one (docker/compo
   docker/up.sh --no-recreate --scale worker-fast=3 --scale worker-slow=1
 
   TRAIN        overrides for ringmaster train      (experiment=nanochat_local budget.seconds=null)
+  SERVER_PORT  where the server's port is published on this machine   (29400)
   RUN          the run's folder in the volume      (current); a run that was begun goes on
   WORKERS      the start waits for this many       (2; with GPU=1 the same as GPU_WORKERS)
   PROFILE      whose pace the workers keep         (linear; none: as fast as they can); SLOT_FAST, SLOT_SLOW  (0, 3)

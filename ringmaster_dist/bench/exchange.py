@@ -5,6 +5,10 @@ Plain TCP, gloo's send and receive, and, where Ray is installed, a call of a Ray
 The peer is another process. Ours goes through everything but the update itself: the RPC agent, the unpickler, the
 session, the checks of the gradient, the verdict, the ledger. With a narrow wire, rounding the gradient and the iterate
 counts; widening them does not: that is done by the copy into the model and by the update, which any wire needs.
+
+On one machine tensors are read across (cma), and only the calls pass the tunnel. Between machines everything does: two
+network namespaces stand in for them (root and iproute2 are needed), with a link of 1 Gbit/s and with one as fast as the
+machine is, each with TLS and without. Both ends share this machine's cores there. CPU is that of all the processes.
 """
 
 from __future__ import annotations
@@ -22,18 +26,26 @@ from typing import Any
 
 import torch
 
-from ringmaster_dist.bench import show
-from ringmaster_dist.bench.peers import TOKEN, Peer, serve
+from ringmaster_dist.bench import links, show
+from ringmaster_dist.bench.peers import TOKEN, Peer, cpu_seconds, serve
 from ringmaster_dist.bench.update import paper_parameters
 from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push
 from ringmaster_dist.wire import Ends, Wire
 
-_COLUMNS = ["exchange", "relative", "ms", "worst ms", "MB each way"]
+_COLUMNS = ["exchange", "relative", "ms", "worst ms", "MB each way", "CPU ms"]
+_LINK_COLUMNS = ["between two machines", "x plain", "ms", "worst ms", "CPU ms", "join ms"]
 _WIRES = {"float32": Wire(), "bfloat16": Wire(torch.bfloat16, torch.bfloat16)}
+_OURS = {"float32": ("float32", True), "float32 without TLS": ("float32", False), "bfloat16": ("bfloat16", True)}
+_RATES = {"1 Gbit/s": "1gbit", "an unshaped link": ""}
 
 
 def run(quick: bool, as_json: bool) -> None:
     show("exchange", _COLUMNS, measure(rounds=1 if quick else 8), as_json)
+    if not links.available():
+        print("exchange: the links between two machines need root and iproute2, and were left out", file=sys.stderr)
+        return
+    rows = [row for name in _RATES for row in between_machines(name, rounds=1 if quick else 4)]
+    show("exchange", _LINK_COLUMNS, rows, as_json)
 
 
 def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
@@ -45,7 +57,7 @@ def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
     seconds: dict[str, list[float]] = {"raw TCP, float32": []}
     peers = [Peer(__name__, "tcp", str(4 * size))]
     raw = _raw_exchange(peers[0].address, 4 * size)
-    candidates: dict[str, Callable[[], None]] = {"raw TCP, float32": raw}
+    used: dict[str, list[float]] = {}
     others = {"gloo send and receive, float32": Peer(__name__, "gloo", str(size))}
     if importlib.util.find_spec("ray"):
         others["Ray actor, float32"] = Peer(__name__, "ray", str(size))
@@ -56,18 +68,53 @@ def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
             for label, other in others.items():
                 other.ask(str(exchanges))
                 seconds.setdefault(label, []).extend(json.loads(other.answer()))
-            for name in _WIRES:
+            for name, (wire, tls) in _OURS.items():
                 # A process has one RPC agent at a time, so each round makes a connection of its own.
-                with Peer(__name__, "server", name) as peer:
-                    exchange, close = _our_exchange(peer.address, _WIRES[name], size)
-                    candidates[f"ringmaster, {name}"] = exchange
-                    for label in ("raw TCP, float32", f"ringmaster, {name}"):
-                        seconds.setdefault(label, []).extend(_times(candidates[label], exchanges))
+                with Peer(__name__, "server", wire, "127.0.0.1", str(int(tls))) as peer:
+                    exchange, close = _our_exchange(peer.address, _WIRES[wire], size, tls)
+                    seconds["raw TCP, float32"] += _times(raw, exchanges)
+                    before = cpu_seconds(os.getpid())
+                    seconds.setdefault(f"ringmaster, {name}", []).extend(_times(exchange, exchanges))
+                    used.setdefault(f"ringmaster, {name}", []).append(cpu_seconds(os.getpid()) - before)
                     close()
     finally:
         for peer in peers:
             peer.close()
-    return [_row(name, times, min(seconds["raw TCP, float32"]), size) for name, times in seconds.items()]
+    rows = [_row(name, times, min(seconds["raw TCP, float32"]), size) for name, times in seconds.items()]
+    for row in rows:
+        if row["exchange"] in used:
+            row["CPU ms"] = round(min(used[row["exchange"]]) / (exchanges + 1) * 1e3, 1)
+    return rows
+
+
+def between_machines(name: str, rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
+    """With TLS and without, by turns."""
+    measured: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    with links.Link(_RATES[name]) as link:
+        for _ in range(rounds):
+            for tls, results in measured.items():
+                server = [__name__, "server", "float32", links.ADDRESSES[0], str(int(tls))]
+                with Peer(*server, prefix=link.inside(0)) as peer:
+                    client = [sys.executable, "-m", __name__, "client", peer.address, str(int(tls)), str(exchanges)]
+                    before = peer.cpu_seconds
+                    done = subprocess.run([*link.inside(1), *client], capture_output=True, text=True, check=True)
+                    results.append(json.loads(done.stdout))
+                    results[-1]["cpu"] += (peer.cpu_seconds - before) / (exchanges + 1)
+    best = min(min(result["times"]) for result in measured[False])
+    rows = []
+    for tls, results in measured.items():
+        times = [seconds for result in results for seconds in result["times"]]
+        rows.append(
+            {
+                _LINK_COLUMNS[0]: f"{name}, {'TLS' if tls else 'plain'}",
+                "x plain": f"{min(times) / best:.2f}x",
+                "ms": round(min(times) * 1e3, 1),
+                "worst ms": round(max(times) * 1e3, 1),
+                "CPU ms": round(min(result["cpu"] for result in results) * 1e3, 1),
+                "join ms": round(min(result["join"] for result in results) * 1e3, 1),
+            }
+        )
+    return rows
 
 
 def _times(work: Callable[[], None], repeats: int) -> list[float]:
@@ -190,10 +237,26 @@ def _free_port() -> int:
 # --- ours --------------------------------------------------------------------------------------------------------
 
 
-def _our_exchange(address: str, wire: Wire, size: int) -> tuple[Callable[[], None], Callable[[], None]]:
+def _client(address: str, tls: bool, exchanges: int) -> None:
+    """A worker on another machine: tells its times, the seconds its join took, and the CPU seconds of an exchange."""
+    from ringmaster_dist.transport import star  # noqa: F401  (torch's start is not part of a join)
+    from ringmaster_dist.transport.memory import keep_memory
+
+    keep_memory()
+    size = sum(parameter.size for parameter in paper_parameters())
+    began = time.perf_counter()
+    exchange, _ = _our_exchange(address, _WIRES["float32"], size, tls)
+    joined, before = time.perf_counter() - began, time.process_time()
+    times = _times(exchange, exchanges)
+    used = (time.process_time() - before) / (exchanges + 1)
+    print(json.dumps({"times": times, "join": joined, "cpu": used}), flush=True)
+    os._exit(0)
+
+
+def _our_exchange(address: str, wire: Wire, size: int, tls: bool) -> tuple[Callable[[], None], Callable[[], None]]:
     from ringmaster_dist.transport.star import Client
 
-    client = Client(address, token=TOKEN, connect_seconds=10.0, call_seconds=60.0)
+    client = Client(address, token=TOKEN, tls=tls, connect_seconds=10.0, call_seconds=60.0)
     welcome = client.join(JoinRequest(PROTOCOL_VERSION, TOKEN, 0))
     assert welcome.snapshot is not None
     gradient, at = torch.randn(size), [0, welcome.snapshot.version]
@@ -213,5 +276,8 @@ if __name__ == "__main__":
     others = {"tcp": _echo, "gloo": _gloo, "gloo-echo": _gloo_echo, "ray": _ray}
     if sys.argv[1] in others:
         others[sys.argv[1]](*map(int, sys.argv[2:]))
+    elif sys.argv[1] == "client":
+        _client(sys.argv[2], sys.argv[3] == "1", int(sys.argv[4]))
     else:
-        serve("nanochat", _WIRES[sys.argv[2]], threshold=float("inf"), updates=False)
+        settings = {"host": sys.argv[3], "tls": sys.argv[4] == "1"}
+        serve("nanochat", _WIRES[sys.argv[2]], threshold=float("inf"), updates=False, **settings)

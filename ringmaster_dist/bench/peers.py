@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +22,19 @@ TOKEN = "a token of benches only"
 class Peer:
     """A process that runs ``module`` with arguments; its first line, when it is ready, says where it listens."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", module, *arguments]
+    def __init__(self, module: str, *arguments: str, prefix: Sequence[str] = ()) -> None:
+        command = [*prefix, sys.executable, "-m", module, *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
     @cached_property
     def address(self) -> str:
         """Waits until it is ready: several may be started together, and be waited for then."""
         return self.answer()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """That it and the processes it has started have used so far."""
+        return cpu_seconds(self._process.pid)
 
     def ask(self, text: str) -> None:
         assert self._process.stdin is not None
@@ -45,6 +53,14 @@ class Peer:
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and its children, which it may have replaced itself by or have started."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(int(child)) for child in children)
 
 
 class Ignore:

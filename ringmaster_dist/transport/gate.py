@@ -69,6 +69,7 @@ class Unproven:
     deadline: float
     proven: bool  # the token; always, where there is no TLS
     received: bytearray
+    has_spoken: bool = False
 
     @property
     def greeting(self) -> bytes | None:
@@ -176,13 +177,14 @@ class Gate:
         try:
             data = one.stream.socket.recv(PIECE_BYTES)
             if not data:
-                if one.proven:
+                if one.proven or not one.has_spoken:  # a look whether somebody listens, such as a health check's
                     self._drop(one)
                     one.stream.socket.close()
                 else:
                     self._refuse(one, "it left without having proven the token")
                 return
-            if not one.proven and not one.received and data.startswith(_STORE_HELLO):
+            first, one.has_spoken = not one.has_spoken, True
+            if first and data.startswith(_STORE_HELLO):
                 raise Unexpected("it speaks as a worker of ringmaster 0.1 does, without TLS")
             if isinstance(one.stream, TlsStream):
                 one.stream.feed(data)
@@ -213,7 +215,8 @@ class Gate:
             raise Unexpected(f"there are {self._most_open} connections already, as many as file descriptors allow")
         if greeting.name is not None:
             owner = _owner(one.stream.socket, one.peer)
-            pipe = sieve.Pipe(_printable(greeting.name), self._settings.tensor_bytes, owner)
+            is_local = one.peer[0] == _peer(one.stream.socket.getsockname())[0]
+            pipe = sieve.Pipe(_printable(greeting.name), self._settings.tensor_bytes, owner, is_local)
             kind: type[sieve.Sieve] = sieve.Calls
             self._num_pipes += 1
         else:
@@ -221,11 +224,10 @@ class Gate:
         connection = tune(sockets.connect_alone(self._agent))
         connection.sendall(tensorpipe.framed(frame))
         self._drop(one)
-        is_local = one.peer[0] == _peer(one.stream.socket.getsockname())[0]
 
         def answered(answer: tensorpipe.Answer) -> bytes:
-            if "cma" in answer.channels and not is_local:
-                raise Unexpected("the claim to be on this machine, which it is not")
+            if "cma" in answer.channels and not pipe.shares_memory:
+                raise Unexpected("a brochure that lets the agent share memory with another machine")
             with self._lock:
                 self._further.update({n: (pipe, one.peer[0], kind) for n, kind in sieve.sieves_of(answer).items()})
             return answer.frame

@@ -30,6 +30,7 @@ class Pipe:
     name: str
     most_tensor_bytes: float
     owns_process: Callable[[int], bool] = lambda process: True  # whether the worker is this process of this machine
+    shares_memory: bool = True  # whether it is known to be on the server's machine; if not, cma is not offered
     sends_tensors: bool = False  # over a connection, not by their address
     _announced: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)  # bytes of tensors yet to come
 
@@ -124,7 +125,7 @@ class Calls(Sieve):
 
     def check(self, frame: bytes) -> bytes:
         if not self._has_brochure:
-            tensorpipe.read_brochure(frame)
+            frame = tensorpipe.read_brochure(frame, without="" if self._pipe.shares_memory else "cma")
             self._has_brochure = True
         elif not self._expected:
             self._begin(tensorpipe.read_descriptor(frame))

@@ -111,16 +111,23 @@ def read_greeting(frame: bytes) -> Greeting:
     return greeting
 
 
-def read_brochure(frame: bytes) -> None:
-    """Checks its form: which transports and channels the worker knows."""
+def read_brochure(frame: bytes, without: str = "") -> bytes:
+    """Checks the form of what says which transports and channels a worker knows; returns it without one channel."""
     reader = Reader(frame)
     reader.structure(2)
     for _ in reader.count(_MAP):
         reader.text(), reader.text()
+    start, kept = reader.position, []
     for _ in reader.count(_MAP):
-        reader.text()
+        begin = reader.position
+        name = reader.text()
         _device_descriptors(reader)
+        if name != without:
+            kept.append(frame[begin : reader.position])
     reader.end()
+    if len(kept) >= 0x80:
+        raise Unexpected("a brochure with too many channels")
+    return frame[:start] + bytes([_MAP, len(kept)]) + b"".join(kept)
 
 
 def opening(name: str) -> bytes:

@@ -32,9 +32,14 @@ def run(*command, check=True, **environment):
     return done.stdout
 
 
-def compose(*arguments):
+def compose(*arguments, file="compose.yaml", **environment):
     new = subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
-    return run(*(["docker", "compose"] if new else ["docker-compose"]), "-f", "compose.yaml", *arguments)
+    return run(*(["docker", "compose"] if new else ["docker-compose"]), "-f", file, *arguments, **environment)
+
+
+def elsewhere(*arguments):
+    """The workers of compose.worker.yaml: another project, on a network that the server is not on."""
+    return compose(*arguments, file="compose.worker.yaml", COMPOSE_PROJECT_NAME=f"{PROJECT}-elsewhere")
 
 
 class Cluster:
@@ -68,12 +73,17 @@ class Cluster:
         until(lambda: self.version() > version + updates, f"updates go on: {what}", 90)
 
 
+def _delivered(cluster, worker):
+    return sum(arrival["worker"] == worker for arrival in cluster.records("trace.jsonl"))
+
+
 @pytest.fixture
 def cluster():
     assert shutil.which("docker"), "there is no docker command"
     compose("down", "--volumes", "--timeout", "1")
     run("./up.sh")
     yield Cluster()
+    elsewhere("down", "--timeout", "1")
     compose("down", "--volumes", "--timeout", "1")
 
 
@@ -102,6 +112,14 @@ def test_a_cluster_lives_through_it_all(cluster):
     until(lambda: cluster.live() == 4, "there are four now")
     assert len(cluster.containers("worker-fast")) == 3
 
+    # One on another network comes through the published port.
+    elsewhere("up", "--detach")
+    until(lambda: cluster.joined() == 7, "a worker on another network has joined", 60)
+    (other,) = elsewhere("ps", "-q", "worker").split()
+    networks = [set(cluster.inspect(one)["NetworkSettings"]["Networks"]) for one in (server, other)]
+    assert not networks[0] & networks[1]
+    until(lambda: _delivered(cluster, 6) > 3, "it delivers")
+
     # The server's container is killed and comes back on the same volume; then it is stopped and started by hand.
     before = cluster.records("terms.jsonl")
     os.kill(cluster.inspect(server)["State"]["Pid"], signal.SIGKILL)
@@ -114,6 +132,7 @@ def test_a_cluster_lives_through_it_all(cluster):
 
     compose("stop", "server")
     assert cluster.inspect(server)["State"]["ExitCode"] == 0
+    elsewhere("stop", "--timeout", "5")
     compose("stop", "--timeout", "5")
     said = compose("run", "--rm", "--no-deps", "-T", "server", "ringmaster_dist", "replay", "/runs/current")
     assert "the same bits" in said

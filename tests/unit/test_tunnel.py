@@ -115,6 +115,17 @@ def test_an_altered_answer_is_refused_or_still_names_one_address(position, value
     assert len(answer.naming("127.0.0.1:9")) == len(altered) - 4
 
 
+def test_cma_is_taken_out_of_a_brochure():
+    entry = b"\xbd\x03cma\xbb\x01\xb9\x02\xbd\x03cpu\x00\xbd\x05cma:x"
+    both = BROCHURE.replace(b"\xbb\x01\xbd\x05basic", b"\xbb\x02" + entry + b"\xbd\x05basic")
+    assert tensorpipe.read_brochure(both) == both
+    assert (
+        tensorpipe.read_brochure(both, without="cma") == BROCHURE == tensorpipe.read_brochure(BROCHURE, without="cma")
+    )
+    remote = sieve.Calls(sieve.Pipe("w", 400, shares_memory=False))
+    assert b"".join(remote.sift(memoryview(framed(both)))) == framed(BROCHURE)
+
+
 @given(st.binary(max_size=200))
 def test_noise_is_unexpected_and_nothing_worse(noise):
     for read in (tensorpipe.read_greeting, tensorpipe.read_brochure, tensorpipe.read_answer, tensorpipe.read_descriptor,
