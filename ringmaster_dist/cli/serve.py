@@ -269,7 +269,7 @@ def _listen(service: Service, config: Config, directory: RunDirectory, token: st
     while True:
         try:
             return listen(port)
-        except (AddressError, Mistrusted) as error:
+        except (AddressError, Mistrusted, RuntimeError) as error:
             raise UserError(str(error)) from error
         except OSError as error:
             if time.monotonic() < deadline:

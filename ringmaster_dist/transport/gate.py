@@ -56,6 +56,7 @@ class Settings:
     tls: bool
     handshake_seconds: float
     tensor_bytes: float  # a worker's largest tensor
+    key: str  # to the agent's listener, hexadecimal
     torch: str  # its version, for error messages
     about: dict[str, Any]  # what a holder of the token may ask for
 
@@ -101,7 +102,6 @@ class Gate:
 
     def run(self) -> None:
         """Until the server closes the control socket."""
-        sockets.only_from(self._agent, 0)
         self._check_agent()
         self._relay.start()
         self._public.setblocking(False)
@@ -137,7 +137,7 @@ class Gate:
 
     def _check_agent(self) -> None:
         """That the agent answers as it is known to. Raises Unexpected or OSError."""
-        with sockets.connect_alone(self._agent) as connection:
+        with sockets.connect_alone(self._agent, bytes.fromhex(self._settings.key)) as connection:
             connection.settimeout(_ANSWER_SECONDS)
             connection.sendall(tensorpipe.opening("probe"))
             answer = tensorpipe.read_answer(read_frame(PlainStream(connection)))
@@ -221,7 +221,7 @@ class Gate:
             self._num_pipes += 1
         else:
             pipe, kind = self._expected(greeting.registration, one.peer[0])
-        connection = tune(sockets.connect_alone(self._agent))
+        connection = tune(sockets.connect_alone(self._agent, bytes.fromhex(self._settings.key)))
         connection.sendall(tensorpipe.framed(frame))
         self._drop(one)
 

@@ -113,7 +113,11 @@ class Host:
         surface.serve(handlers)
         agent_port = _start_agent(dist.HashStore(), _SERVER, 0, 1, threads, timeout)
         self._descriptor, self._agent = sockets.own_listener(agent_port)
-        sockets.only_from(self._agent, 0)
+        try:
+            self._settings["key"] = sockets.close_to_others(self._agent).hex()
+        except OSError as error:
+            rpc.shutdown(graceful=False)
+            raise RuntimeError(f"this kernel cannot keep other users away from torch's RPC agent: {error}") from error
         sockets.cut_accepted(agent_port)
         self._inode = os.fstat(self._descriptor).st_ino
         self._ready = threading.Event()

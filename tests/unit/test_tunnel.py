@@ -174,14 +174,14 @@ def test_a_tensor_passes_in_pieces_once_it_was_announced():
     assert len(passed) > 1000
 
 
-def test_a_listener_is_closed_to_everybody_but_one():
+@pytest.mark.parametrize("kernel", ["with filters", "without filters"])
+def test_a_listener_is_closed_to_everybody_but_one(kernel, monkeypatch):
+    if kernel == "without filters":
+        monkeypatch.setattr(sockets, "_only_from", _not_permitted)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        sockets.only_from(listener, 0)
-        with socket.socket() as stranger:
-            stranger.settimeout(0.3)
-            with pytest.raises(TimeoutError):
-                stranger.connect(listener.getsockname())
-        with sockets.connect_alone(listener) as friend:
+        key = sockets.close_to_others(listener)
+        _check_closed(listener)
+        with sockets.connect_alone(listener, key) as friend:
             accepted, _ = listener.accept()
             with accepted:
                 friend.sendall(b"hello")
@@ -189,10 +189,26 @@ def test_a_listener_is_closed_to_everybody_but_one():
                 assert sockets.is_own_peer(accepted)
                 assert sockets.process_has(os.getpid(), friend.getsockname(), listener.getsockname())
                 assert not sockets.process_has(1, friend.getsockname(), listener.getsockname())
-        with socket.socket() as again:
-            again.settimeout(0.3)
+        _check_closed(listener)
+        if key:
+            with socket.socket() as stranger:
+                sockets._sign(stranger, bytes(32))
+                stranger.settimeout(0.3)
+                with pytest.raises(TimeoutError):  # another key does not help
+                    stranger.connect(listener.getsockname())
+
+
+def _not_permitted(listener, port):
+    raise PermissionError(1, "Operation not permitted")
+
+
+def _check_closed(listener):
+    for source in ("127.0.0.1", "127.0.0.2"):
+        with socket.socket() as stranger:
+            stranger.bind((source, 0))
+            stranger.settimeout(0.3)
             with pytest.raises(TimeoutError):
-                again.connect(listener.getsockname())
+                stranger.connect(listener.getsockname())
 
 
 @pytest.mark.parametrize("big", [False, True])
