@@ -32,6 +32,7 @@ class _Server(ThreadingHTTPServer):
     """With a limit to its threads."""
 
     daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, *arguments: Any) -> None:
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)

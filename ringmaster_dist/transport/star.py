@@ -233,7 +233,7 @@ class Client:
     def __init__(
         self, server: str, *, token: str, connect_seconds: float, call_seconds: float, tls: bool = True
     ) -> None:
-        self._server, self._seconds = server, call_seconds
+        self._server, self._seconds, self.is_proven = server, call_seconds, tls
         context = identity.worker_context(token) if tls else None
         first = dial(server, context, connect_seconds)
         self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds))
@@ -286,8 +286,12 @@ class Client:
         try:
             future = rpc.rpc_async(_SERVER, surface.await_stale, args=(session, term, version), timeout=0.0)
         except RuntimeError as error:
-            raise Unreachable(f"lost the server at {self._server}") from error
+            raise Unreachable(self._lost()) from error
         future.add_done_callback(done)
+
+    def _lost(self) -> str:
+        hint = "" if self.is_proven else ", which may expect TLS: tls=false was given here"
+        return f"lost the server at {self._server}{hint}"
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -301,10 +305,10 @@ class Client:
                 raise Misunderstood(f"the server at {self._server} cannot take the call: {_gist(text)}") from error
             if self._tunnel.failure:
                 raise Misunderstood(
-                    f"torch {torch.__version__} does not write what this version of ringmaster knows: "
-                    f"{self._tunnel.failure}"
+                    f"torch {torch.__version__} and the server at {self._server} exchange bytes that this version of "
+                    f"ringmaster does not know: {self._tunnel.failure}"
                 ) from error
-            raise Unreachable(f"lost the server at {self._server}") from error
+            raise Unreachable(self._lost()) from error
 
 
 def _gist(text: str) -> str:

@@ -47,6 +47,8 @@ _SAY_SECONDS = 3.0  # a server that is away for longer is spoken of, then each t
 class Connection(Protocol):
     """The transport's client, as the loop sees it."""
 
+    is_proven: bool  # whether to be connected says that it is the server, and not just somebody who listens
+
     def join(self, request: JoinRequest) -> Welcome: ...
 
     def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply: ...
@@ -233,7 +235,8 @@ class Worker:
             try:
                 if self._connection is None:
                     self._connection = self._connect()
-                    self._sign_of_life = time.monotonic()
+                    if self._connection.is_proven:
+                        self._sign_of_life = time.monotonic()
                 return call(self._connection)
             except self._unreachable as error:
                 if self._connection is not None:

@@ -51,3 +51,20 @@ def test_no_message_changes_a_class():
 def test_nothing_else_is_got_from_them(name):
     with pytest.raises(pickle.UnpicklingError, match="refused"):
         unpickled(_Attribute(protocol.Verdict, name))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\x80\x04Nr\x00\x00\x00\x02.",  # LONG_BINPUT: room for a memo of 2^25 entries
+        b"\x80\x04" + b"N0" * 3_000_000 + b"N.",  # six megabytes of nothing
+        b"\x80\x04N2.",  # DUP
+        b"\x80\x04B\x00\x00\x00\x40.",  # bytes that are not there
+        b"\x80\x04\x82\x01.",  # EXT1
+        b"",
+        b"\x80\x04",
+    ],
+)
+def test_a_message_that_costs_more_than_it_is_worth_is_refused(message):
+    with pytest.raises(pickle.UnpicklingError, match="refused"):
+        RestrictedUnpickler(io.BytesIO(message)).load()

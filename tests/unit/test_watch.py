@@ -2,12 +2,14 @@
 
 import json
 import socket
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
 from ringmaster_dist.cli.main import main
+from ringmaster_dist.observe.page import page
 from ringmaster_dist.observe.watch import Watcher
 from tests.unit.test_report import line, make
 
@@ -61,3 +63,23 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys):
             said = capsys.readouterr().err
             assert words in said
             assert len(said.splitlines()) == 1
+
+
+def test_idle_connections_are_closed_and_do_not_pile_up(watcher, monkeypatch):
+    """Three hundred that ask for nothing: at most so many threads as are allowed, and then the page is there again."""
+    monkeypatch.setattr("ringmaster_dist.observe.watch._Handler.timeout", 0.3)
+    host, port = watcher.url.removeprefix("http://").rstrip("/").split(":")
+    before = threading.active_count()
+    idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(300)]
+    assert threading.active_count() - before <= 32
+    for stream in idle:
+        assert stream.recv(1) == b""
+        stream.close()
+    assert "nothing to show yet" in get(watcher)
+
+
+def test_a_run_cannot_name_a_part_of_the_page(tmp_path):
+    name = "@DATA@ @TITLE@ </script>"
+    text = page({"runs": [{"name": name}]})
+    assert text.count('"runs"') == 1  # the data is there once
+    assert "<title>@DATA@ @TITLE@ &lt;/script&gt;</title>" in text
