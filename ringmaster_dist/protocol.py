@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import Enum
 from typing import NamedTuple
 
@@ -38,6 +37,7 @@ class Receipt(NamedTuple):
 # Programs that speak different versions of these words refuse each other.
 PROTOCOL_VERSION = 2
 _MOST = 2**62  # of anything that is counted
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-9, 1e9  # rates and their sums stay finite
 
 
 class JoinRequest(NamedTuple):
@@ -49,7 +49,8 @@ class JoinRequest(NamedTuple):
 
     def is_well_formed(self) -> bool:
         """Whether its parts are what they should be; a peer may send anything."""
-        return type(self.protocol_version) is int and type(self.token) is str and type(self.slot) is int
+        words = type(self.token) is str and self.token.isascii()
+        return words and type(self.protocol_version) is int and type(self.slot) is int
 
 
 class Welcome(NamedTuple):
@@ -89,6 +90,7 @@ class Push(NamedTuple):
             all(_is_count(number) for number in (self.sequence, self.gradient_version, self.term))
             and type(self.loss) is float
             and _is_duration(self.compute_seconds)
+            and (self.compute_seconds == 0.0 or self.compute_seconds >= _SHORTEST_SECONDS)
             and isinstance(self.gradient, torch.Tensor)
         )
 
@@ -98,7 +100,7 @@ def _is_count(number: object) -> bool:
 
 
 def _is_duration(number: object) -> bool:
-    return type(number) is float and 0.0 <= number < math.inf
+    return type(number) is float and 0.0 <= number <= _LONGEST_SECONDS
 
 
 class Reply(NamedTuple):

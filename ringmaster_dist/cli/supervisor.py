@@ -139,6 +139,7 @@ def supervise(
 def prepare_fork_server() -> None:
     """What the processes are forked from imports torch once, for all of them."""
     os.environ["OMP_NUM_THREADS"] = "1"  # several processes share this machine
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # what lies in the current folder is not imported by accident
     multiprocessing.get_context("forkserver").set_forkserver_preload(["ringmaster_dist.cli.preload"])
 
 

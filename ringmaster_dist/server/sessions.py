@@ -32,7 +32,7 @@ class Sessions:
 
     def holder(self, session: str) -> Holder | None:
         """Whom it was issued to, by this server or an earlier one of the same run; None for a forgery."""
-        text, _, mac = session.rpartition(".") if isinstance(session, str) else ("", "", "")
+        text, _, mac = session.rpartition(".") if isinstance(session, str) and session.isascii() else ("", "", "")
         if not hmac.compare_digest(mac.encode(), self._mac(text).encode()):
             return None
         worker, slot, _ = text.split(".")

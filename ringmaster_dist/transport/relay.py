@@ -131,14 +131,11 @@ class Relay:
                         side.flush()
                     if events & selectors.EVENT_READ and not side.carry():
                         self._forget(side, "")
-                except Unexpected as error:
-                    self._forget(side, str(error))
-                except OSError as error:
-                    log.debug("a connection has ended: %s", error)
-                    self._forget(side, "")
-                else:
-                    self._listen(side)
-                    self._listen(side.other)
+                    if side.pair in self._pairs:
+                        self._listen(side)
+                        self._listen(side.other)
+                except Exception as error:
+                    self._give_up(side, error)
 
     def _take_new(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -151,13 +148,13 @@ class Relay:
             try:
                 for side in (outside, inside):
                     side.stream.socket.setblocking(False)
-                    self._selector.register(side.stream.socket, selectors.EVENT_READ, side)
                 outside.pass_on(pair.first)
                 while outside.carry_decrypted():
                     pass
+                self._listen(outside)
                 self._listen(inside)
-            except (OSError, ValueError) as error:
-                self._forget(outside, str(error) if isinstance(error, Unexpected) else "")
+            except Exception as error:
+                self._give_up(outside, error)
 
     def _listen(self, side: _Side) -> None:
         """Reads from it while the other side takes what was read, and waits to write what it has not taken yet."""
@@ -172,7 +169,15 @@ class Relay:
                 self._selector.register(side.stream.socket, events, side)
                 side.is_registered = True
 
+    def _give_up(self, side: _Side, error: Exception) -> None:
+        """One pair ends, whatever was wrong with it; the thread carries the others."""
+        if not isinstance(error, (OSError, Unexpected)):
+            log.warning("a connection was ended because of %r", error)
+        self._forget(side, str(error) if isinstance(error, Unexpected) else "")
+
     def _forget(self, side: _Side, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            side.other.flush()  # what came just before the end
         for one in (side, side.other):
             if one.is_registered:
                 self._selector.unregister(one.stream.socket)
@@ -222,7 +227,7 @@ class _Side:
         self.pair, self.stream, self._sieve = pair, stream, sieve
         self._name = "received" if stream is pair.outside else "sent"
         self.waiting = bytearray()  # what its peer has not taken yet
-        self.events, self.is_registered = selectors.EVENT_READ, True
+        self.events, self.is_registered = 0, False
 
     def carry(self) -> bool:
         """Passes on what has come; False at the end. Raises OSError, Unexpected."""

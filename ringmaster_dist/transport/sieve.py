@@ -142,6 +142,8 @@ class Calls(Sieve):
         kind, number, call, description = message.payloads
         if (kind, number) != (4, 8) or description > _MOST_SMALL_BYTES:
             raise Unexpected("a message that is not one of torch RPC")
+        if not call or 0 in message.tensors:  # torch sends nothing for an empty tensor, and expects nothing
+            raise Unexpected("an empty call or tensor")
         if call > MOST_CALL_BYTES:
             raise Unexpected(f"a call of {call} bytes; the longest of this system have {MOST_CALL_BYTES}")
         if len(message.tensors) > 1 or sum(message.tensors) > self._pipe.most_tensor_bytes:

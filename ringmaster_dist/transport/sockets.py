@@ -13,8 +13,10 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ringmaster_dist.transport.streams import shut
 
@@ -114,15 +116,25 @@ def is_listening(one: socket.socket) -> bool:
 
 def is_own_peer(connection: socket.socket) -> bool:
     """Whether the other end of a loopback connection is a socket of this very process."""
-    peer = connection.getpeername()
-    return any(one.getsockname() == peer for _, one in own_sockets())
+    wanted = connection.getpeername(), connection.getsockname()
+    return any(_ends(one) == wanted for _, one in own_sockets())
+
+
+def _ends(one: socket.socket) -> tuple[Any, Any] | None:
+    """Its own and its peer's address. Both matter: another process may have a connection from the same port."""
+    try:
+        return one.getsockname(), one.getpeername()
+    except OSError:  # it is not connected
+        return None
 
 
 def cut_accepted(port: int) -> None:
     """Ends the connections that were made to a listener of this process before it was closed to others."""
-    for _, one in own_sockets():
-        if one.getsockname()[1] == port and not is_listening(one):
-            shut(one)
+    for _ in range(2):  # once more, for one that the agent was just about to accept
+        for _, one in own_sockets():
+            if one.getsockname()[1] == port and not is_listening(one):
+                shut(one)
+        time.sleep(0.01)
 
 
 def process_has(process: int, local: tuple[str, int], remote: tuple[str, int]) -> bool:

@@ -19,12 +19,14 @@ import logging
 import os
 import platform
 import re
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,14 +40,20 @@ from ringmaster_dist.transport import addresses, identity, sockets, surface
 from ringmaster_dist.transport.errors import Misunderstood, Unreachable
 from ringmaster_dist.transport.streams import shut
 from ringmaster_dist.transport.tunnel import Tunnel, dial
-from ringmaster_dist.transport.unpickling import restrict
+from ringmaster_dist.transport.unpickling import ServersUnpickler, WorkersUnpickler, restrict
 
 log = logging.getLogger(__name__)
 
 _SERVER = "server"
 _LOOK_SECONDS = 0.5
 _MOST_GATE_DEATHS, _GATE_DEATHS_SECONDS = 10, 60.0
+_MOST_DESCRIPTORS, _KEPT_DESCRIPTORS, _DESCRIPTORS_OF_A_PIPE = 1 << 20, 128, 4
 _START_SECONDS, _END_SECONDS = 30.0, 3.0
+_START_GATE = """import sys
+path, *sys.argv[1:] = sys.argv[1:]
+sys.path[:] = __import__("json").loads(path)
+from ringmaster_dist.transport import gate
+sys.exit(gate.main())"""
 _numbers = itertools.count()  # an agent's name must be new, also within a process
 
 
@@ -71,7 +79,7 @@ def _start_agent(store: dist.Store, name: str, rank: int, world_size: int, threa
     from torch._C._distributed_autograd import _init
     from torch._C._distributed_rpc import TensorPipeAgent
 
-    restrict()
+    restrict(ServersUnpickler if rank == 0 else WorkersUnpickler)
     os.environ["TP_SOCKET_IFNAME"] = "lo"  # where TensorPipe listens; whatever the user has set would open a port
     _init(rank)
     # Not shared memory: its reactor spins, and with more processes than cores it starved single workers for seconds.
@@ -105,7 +113,7 @@ class Host:
         self.address = addresses.published(host, self._public.getsockname()[1])
         self._settings = {
             "token": token, "tls": tls, "handshake_seconds": handshake_seconds, "tensor_bytes": tensor_bytes,
-            "torch": torch.__version__, "about": versions(),
+            "torch": torch.__version__, "about": versions(), "most_pipes": _most_pipes(),
         }  # fmt: skip
         self._counts = {"pipes": 0, "received": 0, "sent": 0, "refused": 0}
         self._failure = ""
@@ -157,7 +165,9 @@ class Host:
     def _start_gate(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, its = socket.socketpair()
         handed = (self._public.fileno(), self._agent.fileno())
-        command = [sys.executable, "-m", "ringmaster_dist.transport.gate", *map(str, handed)]
+        # Isolated, with a path without the current folder: whoever can write there cannot have the gate import it.
+        path = [place for place in sys.path if place not in ("", os.getcwd())] + [str(Path(__file__).parents[2])]
+        command = [sys.executable, "-I", "-c", _START_GATE, json.dumps(path), *map(str, handed)]
         with its:
             process = subprocess.Popen(command, stdin=its, stdout=subprocess.DEVNULL, pass_fds=handed)
         ours.sendall(json.dumps(self._settings).encode() + b"\n")
@@ -167,23 +177,27 @@ class Host:
         """Keeps the gate alive and its counts at hand; notices when the agent does not listen any more."""
         before = dict(self._counts)  # of earlier gates
         deaths: list[float] = []
-        while not self._closing.is_set():
+        while not self._closing.is_set() and not self._failure:
             try:
                 self._follow_gate(before)
             except OSError as error:
                 log.debug("the gate's control connection: %s", error)
             if self._closing.is_set() or self._failure:
-                self._ready.set()
-                return
+                break
             now = time.monotonic()
             deaths = [death for death in deaths if now - death < _GATE_DEATHS_SECONDS] + [now]
             if len(deaths) > _MOST_GATE_DEATHS:
                 self._failure = f"the gate has died {len(deaths)} times within {_GATE_DEATHS_SECONDS:g} s"
-                return
+                break
             self._process.kill()
             log.warning("server: the gate has died (exit code %s): starting another", self._process.wait())
             before = dict(self._counts)
-            self._process, self._control = self._start_gate()
+            try:
+                self._process, self._control = self._start_gate()
+            except OSError as error:
+                self._failure = f"another gate could not be started: {error}"
+
+        self._ready.set()
 
     def _follow_gate(self, before: dict[str, int]) -> None:
         """Until it dies, or the agent has failed."""
@@ -212,6 +226,14 @@ class Host:
             return os.fstat(self._descriptor).st_ino == self._inode
         except OSError:
             return False
+
+
+def _most_pipes() -> int:
+    """As many as this process has file descriptors for, with some kept for checkpoints and everything else."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(1, (limit - _KEPT_DESCRIPTORS) // _DESCRIPTORS_OF_A_PIPE)
 
 
 def versions() -> dict[str, Any]:

@@ -71,7 +71,7 @@ class TlsStream:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._lock = threading.Lock()
-        self._raw = memoryview(bytearray(PIECE_BYTES + (PIECE_BYTES >> 4)))  # a piece with its records' overhead
+        self._raw: memoryview | None = None  # made when it is needed: strangers never get that far
 
     @property
     def purpose(self) -> str | None:
@@ -105,7 +105,7 @@ class TlsStream:
         with self._lock:
             try:
                 if self._incoming.pending or self._object.pending():
-                    return self._object.read(PIECE_BYTES)
+                    return self._object.read(PIECE_BYTES) or self._has_ended()
             except ssl.SSLWantReadError:  # the rest of a record is still to come
                 pass
         return b""
@@ -132,12 +132,20 @@ class TlsStream:
         with self._lock:
             try:
                 while count < len(view) and (self._incoming.pending or self._object.pending()):
-                    count += self._object.read(len(view) - count, view[count:])
+                    received = self._object.read(len(view) - count, view[count:])
+                    if not received:
+                        self._has_ended()
+                    count += received
             except ssl.SSLWantReadError:  # the rest of a record is still to come
                 pass
         return count
 
+    def _has_ended(self) -> bytes:
+        """The peer has said that nothing more comes; what comes all the same is not read."""
+        raise ConnectionAbortedError("the peer has ended the stream")
+
     def _fill(self) -> None:
+        self._raw = self._raw or memoryview(bytearray(PIECE_BYTES + (PIECE_BYTES >> 4)))  # a piece and its overhead
         count = self.socket.recv_into(self._raw)
         if not count:
             raise EOFError("the peer has closed the connection")

@@ -53,6 +53,9 @@ class Reader:
             raise Unexpected("a frame without a number where it belongs")
         layout = _WIDTHS[first]
         (value,) = struct.unpack(layout, self._take(struct.calcsize(layout)))
+        # TensorPipe ends its process at an encoding that it does not expect, such as a wide one of a small number.
+        if encoded(value)[0] != first:
+            raise Unexpected("a number that is written in another way than torch does")
         return int(value)
 
     def text(self) -> str:
@@ -81,9 +84,11 @@ class Reader:
         self._prefix(prefix)
         return range(self.integer())
 
-    def device(self) -> str:
+    def cpu(self) -> None:
+        """The one device whose memory is sent from and to."""
         self.structure(2)
-        return f"{self.text()}:{self.integer()}"
+        if (self.text(), self.integer()) != ("cpu", 0):
+            raise Unexpected("a tensor that is not in the memory of the CPU")
 
     def end(self) -> None:
         if self.position != len(self._frame):
@@ -115,18 +120,19 @@ def read_brochure(frame: bytes, without: str = "") -> bytes:
     """Checks the form of what says which transports and channels a worker knows; returns it without one channel."""
     reader = Reader(frame)
     reader.structure(2)
-    for _ in reader.count(_MAP):
-        reader.text(), reader.text()
-    start, kept = reader.position, []
+    if [reader.text() for _ in reader.count(_MAP) for _ in range(2)] != ["uv", "uv:*"]:
+        raise Unexpected("a brochure of other transports than uv")
+    start, names, kept = reader.position, set(), []
     for _ in reader.count(_MAP):
         begin = reader.position
         name = reader.text()
-        _device_descriptors(reader)
+        _cpu_descriptor(reader)
+        names.add(name)
         if name != without:
             kept.append(frame[begin : reader.position])
     reader.end()
-    if len(kept) >= 0x80:
-        raise Unexpected("a brochure with too many channels")
+    if names not in ({"basic"}, {"basic", "cma"}) or len(kept) > len(names):
+        raise Unexpected(f"a brochure of the channels {sorted(names)}")
     return frame[:start] + bytes([_MAP, len(kept)]) + b"".join(kept)
 
 
@@ -146,6 +152,11 @@ def opening(name: str) -> bytes:
     greeting = bytes([_VARIANT, 0]) + structure(text(name))
     brochure = structure(mapping(text("uv"), text("uv:*")), mapping(text("basic"), mapping(device, text("any"))))
     return framed(greeting) + framed(brochure)
+
+
+def registration(number: int) -> bytes:
+    """The greeting of a further connection."""
+    return bytes([_VARIANT, 1, _STRUCTURE, 1]) + encoded(number)
 
 
 class Answer(NamedTuple):
@@ -179,11 +190,10 @@ def read_answer(frame: bytes) -> Answer:
     channels = {reader.text(): reader.numbers() for _ in reader.count(_MAP)}
     for _ in reader.count(_MAP):
         reader.text()
-        _device_descriptors(reader)
-    for _ in reader.count(_MAP):
-        if len(reader.count(_ARRAY)) != 2:
-            raise Unexpected("an answer about other than pairs of devices")
-        reader.device(), reader.device(), reader.text()
+        _cpu_descriptor(reader)
+    if len(reader.count(_MAP)) != 1 or len(reader.count(_ARRAY)) != 2:
+        raise Unexpected("an answer about other than a pair of devices")
+    reader.cpu(), reader.cpu(), reader.text()
     reader.end()
     if set(replies) != {_DESCRIPTOR_REPLY} or len(address) >= 0x80:
         raise Unexpected("an answer with other connections")
@@ -211,8 +221,7 @@ def read_descriptor(frame: bytes) -> Descriptor:
     for _ in reader.count(_ARRAY):
         reader.structure(4)
         tensors.append(reader.integer())
-        if (reader.device(), reader.device()) != ("cpu:0", "cpu:0"):
-            raise Unexpected("a tensor that is not in the memory of the CPU")
+        reader.cpu(), reader.cpu()
         metadata.append(reader.text())
     reader.end()
     if len(payloads) != 4 or any(metadata):
@@ -227,6 +236,8 @@ def read_memory_address(frame: bytes) -> int:
     process = reader.integer()
     reader.integer()
     reader.end()
+    if process >= 1 << 31:
+        raise Unexpected("a number that is no process")
     return process
 
 
@@ -269,6 +280,16 @@ def framed(frame: bytes) -> bytes:
     return struct.pack("<Q", len(frame)) + frame
 
 
-def _device_descriptors(reader: Reader) -> None:
-    for _ in reader.count(_MAP):
-        reader.device(), reader.text()
+def encoded(value: int) -> bytes:
+    """A number that is not negative, as short as can be."""
+    if value < 0x80:
+        return bytes([value])
+    prefix, layout = next((p, layout) for p, layout in _WIDTHS.items() if value < 1 << (8 * struct.calcsize(layout)))
+    return bytes([prefix]) + struct.pack(layout, value)
+
+
+def _cpu_descriptor(reader: Reader) -> None:
+    """What a channel says of the CPU, and of no other device."""
+    if len(reader.count(_MAP)) != 1:
+        raise Unexpected("a channel for other devices than the CPU")
+    reader.cpu(), reader.text()

@@ -79,7 +79,7 @@ def text(words):
 
 
 def number(value):
-    return bytes([value]) if value < 0x80 else b"\x83" + struct.pack("<Q", value)
+    return tensorpipe.encoded(value)
 
 
 def descriptor(payloads, tensors=(), device=b"cpu"):
@@ -120,17 +120,19 @@ class Pipe:
         return self
 
     def is_cut(self, stream=None):
-        """Whether the other side ends the connection, rather than answers."""
-        buffer = memoryview(bytearray(1 << 16))
-        stream = stream or self.stream
-        stream.socket.settimeout(SECONDS)
-        try:
-            return stream.receive_into(buffer) == 0
-        except ConnectionError:
-            return True
+        return ends(stream or self.stream)
 
     def close(self):
         self.stream.socket.close()
+
+
+def ends(stream):
+    """Whether the other side ends the connection, rather than answers."""
+    stream.socket.settimeout(SECONDS)
+    try:
+        return stream.receive_into(memoryview(bytearray(1 << 16))) == 0
+    except ConnectionError:
+        return True
 
 
 def memory(pid):

@@ -4,6 +4,7 @@ Each attack ends in a refusal while training continues in the same processes, an
 same bits. The last assertion of every test is `check_finished`.
 """
 
+import contextlib
 import os
 import pickle
 import resource
@@ -15,14 +16,18 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from ringmaster_dist.transport import identity, tensorpipe
+from ringmaster_dist.bench.peers import cpu_seconds
+from ringmaster_dist.transport import identity, tensorpipe, tunnel
+from ringmaster_dist.transport.streams import TlsStream
 from ringmaster_dist.transport.tensorpipe import framed
 from tests.distributed import attacker
 from tests.distributed.attacker import Pipe, descriptor, message
-from tests.distributed.processes import LONG, Run, alive, check_finished, until
+from tests.distributed.processes import LONG, QUICK, Run, alive, check_finished, until
 
 
 @contextmanager
@@ -153,6 +158,15 @@ MESSAGES = {
         "5 bytes",
     ),
     "a frame of 2^63": (struct.pack("<Q", 1 << 63), "9223372036854775808 bytes"),
+    "an empty tensor": (
+        message(tensors=[0], pickle=TENSOR % (b"K\0", b"K\0", b"K\0", b"K\1")),
+        "an empty call or tensor",
+    ),
+    "an empty call": (message(call=b""), "an empty call or tensor"),
+    "a device in a wide number": (
+        framed(descriptor([4, 8, 5, 188], [400]).replace(b"cpu\x00", b"cpu\x80\x00")),
+        "in another way than torch does",
+    ),
     "a second greeting": (framed(b"\xb8\x00\xb9\x01\xbd\x03abc"), "without 0xb9"),
     "a tensor that was not sent": (message(pickle=TENSOR % (b"K\x01", b"K\x00", b"K\x01", b"K\x01")), "not sent"),
     "a pickle of something else": (message(pickle=b"\x80\x02cposix\nsystem\n."), "tensors that were not sent"),
@@ -204,6 +218,120 @@ def test_channels_carry_what_was_announced(tmp_path):
         assert again.is_cut(again.further(again.answer.reply)), "a registration was used twice"
 
 
+def brochure(transport=b"uv", channels=(b"basic",), device=b"cpu", index=b"\x00", copies=1):
+    one = b"\xbb\x01\xb9\x02" + attacker.text(device) + index + attacker.text(b"any")
+    transports = (attacker.text(transport) + attacker.text(b"uv:*")) * copies
+    listed = b"".join(attacker.text(name) + one for name in channels)
+    return b"\xb9\x02\xbb" + bytes([copies]) + transports + b"\xbb" + bytes([len(channels)]) + listed
+
+
+GREETING = b"\xb8\x00\xb9\x01\xbd\x07mallory"
+OPENINGS = {
+    "a greeting in a wide number": (b"\xb8\x80\x00\xb9\x01\xbd\x07mallory", brochure()),
+    "a greeting of a third kind": (b"\xb8\x02\xb9\x01\xbd\x07mallory", brochure()),
+    "a device of another number": (GREETING, brochure(index=b"\x80\xc8")),
+    "another device": (GREETING, brochure(device=b"cuda")),
+    "another transport": (GREETING, brochure(transport=b"shm")),
+    "a transport twice": (GREETING, brochure(copies=2)),
+    "no channel": (GREETING, brochure(channels=())),
+    "a channel twice": (GREETING, brochure(channels=(b"basic", b"basic"))),
+    "a channel that is not known": (GREETING, brochure(channels=(b"basic", b"mpt_uv"))),
+}
+
+
+def test_openings_on_which_torch_would_end_its_process(tmp_path):
+    """TensorPipe throws where it finds no way to talk, or an encoding it does not expect; nobody catches that."""
+    with attacked(tmp_path) as run:
+        for name, (greeting, offered) in OPENINGS.items():
+            stream = tunnel.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
+            stream.send(framed(greeting) + framed(offered))
+            assert attacker.ends(stream), f"{name} was not cut off"
+        good = Pipe(run.address, run.token).further_all()
+        good.stream.send(message())
+        assert not good.is_cut(), "what is good is answered"
+
+
+def test_pipes_that_are_never_finished_leave_nothing_behind(tmp_path):
+    """Whoever has the token opens three hundred and leaves each before its further connections were made."""
+    with attacked(tmp_path) as run:
+        count = lambda: len(list(Path(f"/proc/{run.server()}/fd").iterdir()))  # noqa: E731
+        before = count()
+        for _ in range(300):
+            Pipe(run.address, run.token).close()
+        until(lambda: count() < before + 40, "the agent has closed them", 30)
+
+
+def test_bytes_after_the_end_of_a_stream(tmp_path):
+    """TLS has a last message; a peer that goes on afterwards costs neither memory nor time."""
+    with attacked(tmp_path) as run:
+        (gate,) = run.children("gate")
+        before = attacker.memory(gate)[1]
+        for connection in ("stream", "tensors"):
+            pipe = Pipe(run.address, run.token, name="endless").further_all()
+            stream = getattr(pipe, connection)
+            with contextlib.suppress(ssl.SSLError):
+                stream._object.unwrap()
+            stream.socket.sendall(stream._outgoing.read())
+            with contextlib.suppress(OSError):
+                for _ in range(4000):
+                    stream.socket.sendall(b"\x17\x03\x03\x40\x00" + bytes(16384))
+            assert attacker.memory(gate)[1] - before < 30 << 20
+        used = cpu_seconds(gate)
+        time.sleep(1.0)
+        assert cpu_seconds(gate) - used < 0.6, "a thread of the gate runs without end"
+
+
+def test_crowds_of_strangers_keep_nobody_out(tmp_path):
+    """More than are heard at once, some half-way through their handshake, from one address and from many."""
+    torn = b"\x16\x03\x01\x3f\xff"
+    with attacked(tmp_path) as run:
+        (gate,) = run.children("gate")
+        crowd = [_stranger(run, f"127.0.{1 + index % 9}.{1 + index % 200}", torn) for index in range(200)]
+        for wave in range(60):  # bytes for old ones and new connections, in one look of the gate
+            for stream in crowd[wave : wave + 40]:
+                with contextlib.suppress(OSError):
+                    stream.send(b"\x00")
+            crowd += [_stranger(run, f"127.1.{wave}.{1 + index}", b"") for index in range(8)]
+        for _ in range(20):
+            slow = socket.create_connection(public(run), timeout=5)
+            crowd += [_stranger(run, f"127.2.0.{1 + index}", torn) for index in range(10)]
+            stream = TlsStream(slow, identity.worker_context(run.token), server_side=False)
+            stream.handshake_blocking()
+            slow.close()
+        assert run.children("gate") == [gate]
+        for stream in crowd:
+            stream.close()
+
+
+def _stranger(run, source, data):
+    stream = socket.create_connection(public(run), timeout=5, source_address=(source, 0))
+    if data:
+        stream.sendall(data)
+    return stream
+
+
+def test_a_greeting_in_two_records(tmp_path):
+    with attacked(tmp_path) as run:
+        stream = tunnel.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
+        opening = tensorpipe.opening("halves")
+        stream.socket.sendall(
+            stream.wrapped(opening[:8]) + stream.wrapped(opening[8:20]) + stream.wrapped(opening[20:])
+        )
+        assert tensorpipe.read_answer(attacker.read_frame(stream)).channels == {"basic": [mock.ANY]}
+
+
+def test_what_lies_in_the_current_folder_is_not_run(tmp_path, monkeypatch):
+    """Somebody else may have put it there, where a run is started in a folder that others can write to."""
+    (tmp_path / "shared").mkdir()
+    for name in ("resource", "selectors", "ipaddress", "cryptography"):
+        (tmp_path / "shared" / f"{name}.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'a').write('{name} ')\n")
+    monkeypatch.chdir(tmp_path / "shared")
+    command = [str(Path(sys.executable).with_name("ringmaster")), "train", f"run.dir={tmp_path}/run", *QUICK]
+    done = subprocess.run([*command, "budget.updates=10"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "owned").exists(), (tmp_path / "owned").read_text()
+
+
 def test_memory_of_other_processes_is_not_read(tmp_path):
     """With cma a worker names its own process; one that names another's would have the server read from it."""
     with attacked(tmp_path) as run:
@@ -253,7 +381,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
 import torch, torch.distributed.rpc as rpc
 from ringmaster_dist.transport import sieve, star, surface
 from ringmaster_dist.protocol import Interruptions, JoinRequest, Push
-star.restrict = lambda: None  # the attacker's own side is not restricted, and not sifted
+star.restrict = lambda unpickler: None  # the attacker's own side is not restricted, and not sifted
 class Open(sieve.Everything): pass
 sieve.Calls = sieve.Tensors = sieve.Addresses = sieve.Completions = sieve.Silence = Open
 address, token, marker = sys.argv[1:]

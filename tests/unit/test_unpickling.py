@@ -4,9 +4,11 @@ import io
 import pickle
 
 import pytest
+from torch.distributed.rpc import internal
 
 from ringmaster_dist import protocol
-from ringmaster_dist.transport.unpickling import RestrictedUnpickler
+from ringmaster_dist.transport import surface
+from ringmaster_dist.transport.unpickling import ServersUnpickler, WorkersUnpickler
 
 WELL_FORMED = protocol.Push.is_well_formed
 
@@ -21,8 +23,11 @@ class _Attribute:
         return getattr, (self.owner, self.name)
 
 
+ROLES = pytest.mark.parametrize("role", [ServersUnpickler, WorkersUnpickler])
+
+
 def unpickled(value):
-    return RestrictedUnpickler(io.BytesIO(pickle.dumps(value))).load()
+    return WorkersUnpickler(io.BytesIO(pickle.dumps(value))).load()
 
 
 @pytest.mark.parametrize("member", [*protocol.Verdict, *protocol.Staleness])
@@ -31,7 +36,8 @@ def test_members_arrive_however_they_are_pickled(member):
     assert unpickled(_Attribute(type(member), member.name)) is member
 
 
-def test_no_message_changes_a_class():
+@ROLES
+def test_no_message_changes_a_class(role):
     """``BUILD`` sets attributes of whatever is on the stack, a class among them."""
     name = b"cringmaster_dist.protocol\nPush\n"
     message = name + b"(N}S'is_well_formed'\nNstb."
@@ -42,8 +48,8 @@ def test_no_message_changes_a_class():
         protocol.Push.is_well_formed = WELL_FORMED
     newer = b"\x80\x04\x8c\x18ringmaster_dist.protocol\x8c\x04Push\x93N}\x8c\x0eis_well_formedNs\x86b."
     for attack in (message, newer):
-        with pytest.raises(pickle.UnpicklingError, match=r"instruction (GLOBAL|BUILD)"):
-            RestrictedUnpickler(io.BytesIO(attack)).load()
+        with pytest.raises(pickle.UnpicklingError, match=r"instruction (GLOBAL|SETITEM)"):
+            role(io.BytesIO(attack)).load()
     assert protocol.Push.is_well_formed is WELL_FORMED
 
 
@@ -53,6 +59,7 @@ def test_nothing_else_is_got_from_them(name):
         unpickled(_Attribute(protocol.Verdict, name))
 
 
+@ROLES
 @pytest.mark.parametrize(
     "message",
     [
@@ -65,6 +72,42 @@ def test_nothing_else_is_got_from_them(name):
         b"\x80\x04",
     ],
 )
-def test_a_message_that_costs_more_than_it_is_worth_is_refused(message):
+def test_a_message_that_costs_more_than_it_is_worth_is_refused(role, message):
     with pytest.raises(pickle.UnpicklingError, match="refused"):
-        RestrictedUnpickler(io.BytesIO(message)).load()
+        role(io.BytesIO(message)).load()
+
+
+def call(function=surface.leave, arguments=("session",), keywords=None):
+    return pickle.dumps(internal.PythonUDF(function, arguments, keywords or {}))
+
+
+def test_a_server_reads_the_five_calls():
+    request = protocol.JoinRequest(2, "token", -1)
+    for function, arguments in ((surface.leave, ("session",)), (surface.join, (request,))):
+        read = ServersUnpickler(io.BytesIO(call(function, arguments))).load()
+        assert (read.func, read.args, read.kwargs) == (function, arguments, {})
+
+
+RECURSIVE = b")\x94" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(60))  # 2^60 leaves
+FUNCTION = b"\x8c\x21ringmaster_dist.transport.surface\x8c\x05leave\x93"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pickle.dumps(None),
+        pickle.dumps(protocol.Verdict.STALE),
+        pickle.dumps(ValueError("text")),
+        call(protocol.JoinRequest, (2, "token", -1)),
+        call("leave"),
+        call(arguments=["session"]),
+        call(keywords={"session": "x"}),
+        b"\x80\x04" + FUNCTION + b"\x8c\x01x\x85R.",  # calls it while it is read
+        b"\x80\x04(" + RECURSIVE + b"}h\x3cNst.",  # hashes a tuple without end
+        b"\x80\x04(" + RECURSIVE + b"\x8c\x08builtins\x8c\x0eAttributeError\x93h\x3c\x85Rt.",  # prints it
+        b"\x80\x04(" + RECURSIVE + b"\x8c\x08builtins\x8c\x07getattr\x93Nh\x3c\x86Rt.",
+    ],
+)
+def test_a_server_reads_nothing_else(message):
+    with pytest.raises((pickle.UnpicklingError, TypeError)):
+        ServersUnpickler(io.BytesIO(message)).load()
