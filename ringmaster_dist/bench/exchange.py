@@ -97,7 +97,8 @@ def between_machines(name: str, rounds: int, exchanges: int = 5) -> list[dict[st
                 with Peer(*server, prefix=link.inside(0)) as peer:
                     client = [sys.executable, "-m", __name__, "client", peer.address, str(int(tls)), str(exchanges)]
                     before = peer.cpu_seconds
-                    done = subprocess.run([*link.inside(1), *client], capture_output=True, text=True, check=True)
+                    done = subprocess.run([*link.inside(1), *client], capture_output=True, text=True)
+                    assert done.returncode == 0, done.stderr
                     results.append(json.loads(done.stdout))
                     results[-1]["cpu"] += (peer.cpu_seconds - before) / (exchanges + 1)
     best = min(min(result["times"]) for result in measured[False])

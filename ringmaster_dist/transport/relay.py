@@ -188,11 +188,12 @@ class Relay:
 
     def _carry_alone(self, pair: Pair) -> None:
         reasons: list[str] = []
+        for stream in (pair.inside, pair.outside):  # before either thread uses them
+            stream.socket.setblocking(True)
 
         def carry(source: Stream, target: Stream, sieve: Sieve, first: bytes, name: str) -> None:
             buffer = memoryview(bytearray(PIECE_BYTES))
             try:
-                source.socket.setblocking(True)
                 data = memoryview(first)
                 while True:
                     for piece in sieve.sift(data):
