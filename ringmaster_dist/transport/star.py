@@ -5,7 +5,7 @@ hangs when one is dead, a dynamic one makes each joiner call every member. Here 
 both groups live in a store of their own process: nothing but agents and the gate's public port ever listens.
 
 Agents listen on loopback. The server's accepts connections from its gate alone (see gate.py, sockets.py); a worker's,
-which nobody has to reach, is closed at once.
+which nobody has to reach, accepts none.
 
 This file uses names of torch that begin with an underscore. `check_assumptions` says which is gone, should one be.
 A broken pipe is final for an agent: to reconnect, close the client and make a new one.
@@ -266,13 +266,12 @@ class Client:
         name = f"{machine}:{os.getpid()}:{next(_numbers)}"
         try:
             port = _start_agent(private, name, 1, 2, 4, call_seconds)
-            _, listener = sockets.own_listener(port)
+            with sockets.own_listener(port)[1] as listener:
+                sockets.close_to_others(listener)  # and nobody keeps the key: nobody connects to a worker
+            sockets.cut_accepted(port)
         except (OSError, RuntimeError) as error:
             self.close()
             raise Unreachable(f"no agent can be started for the server at {server}: {error}") from error
-        with listener:
-            shut(listener)  # nobody connects to a worker
-        sockets.cut_accepted(port)
 
     def close(self) -> None:
         """Drops the connection; a new client may be made afterwards, in the same process."""
