@@ -128,9 +128,12 @@ def test_ipv6_and_what_is_on_the_disk(tmp_path):
     """A run over ::1; afterwards nothing in its directory is readable by others, or useful to somebody who reads it."""
     os.umask(0o022)
     with Run(tmp_path / "run", *LONG, "server.host=::1", "checkpoint.every=10") as run:
-        checkpoint = until(lambda: run.checkpoints(0), "a checkpoint")[-1]
+        until(lambda: run.checkpoints(0), "a checkpoint")
         done = work(f"server={(tmp_path / 'run/address').read_text()}", "tls=false", *QUICK_WORKER)
         check_told(done, 1, "which may expect TLS: tls=false was given here")
+        run.process.send_signal(signal.SIGINT)
+        check_finished(run)
+        checkpoint = run.checkpoints(0)[-1]
         with safe_open(checkpoint, framework="pt") as file:
             state = json.loads(file.metadata()["state"])
         kept = [row[1] for row in state["service"]["workers"]]
@@ -138,8 +141,6 @@ def test_ipv6_and_what_is_on_the_disk(tmp_path):
         assert len(kept) == 3
         assert all(sessions.holder(session) is None for session in kept), "a checkpoint has a session that can be used"
         assert (tmp_path / "run/token").read_text() not in checkpoint.read_bytes().decode("latin-1")
-        run.process.send_signal(signal.SIGINT)
-        check_finished(run)
     for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), f"{path} has mode {mode:o}"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ringmaster_dist import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +39,7 @@ def test_the_command_explains_itself():
         assert word in helped.stdout
     assert max(len(line) for line in helped.stdout.splitlines()) < 160
     assert ringmaster("bench", "--help").returncode == 0
-    assert ringmaster("--version").stdout.strip() == "0.1.0"
+    assert ringmaster("--version").stdout.strip() == __version__
 
 
 def test_configuration_is_shown_with_overrides():

@@ -11,6 +11,8 @@ from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.protocol import Interruptions, Push, Verdict
 from tests.unit.test_service import LAYOUT, Stage
 
+COUNTS = {"pipes": 3, "received": 2, "sent": 2, "refused": 2}
+
 
 @pytest.fixture
 def measured():
@@ -55,9 +57,9 @@ def test_a_row_has_every_figure(measured):
 
 def test_rates_and_delays_are_those_since_the_last_row(measured):
     stage, metrics = measured
-    metrics.row(stage.service, {}, dict.fromkeys(("pipes", "received", "sent", "refused"), 2))
+    metrics.row(stage.service, {}, COUNTS)
     stage.wait(2.0)
-    row = metrics.row(stage.service, {}, dict.fromkeys(("pipes", "received", "sent", "refused"), 2))
+    row = metrics.row(stage.service, {}, COUNTS)
     assert (row["updates_per_second"], row["gradients_per_second"]) == (0.0, 0.0)
     assert "delay_mean" not in row
     assert "gradient_norm" not in row
@@ -68,14 +70,14 @@ def test_a_loss_that_is_no_number_does_not_spoil_the_rest(measured):
     session = stage.session()
     stage.service.push(session, Push(0, 3, torch.ones(6), math.nan, 0.1))
     stage.service.compute()
-    row = metrics.row(stage.service, {}, dict.fromkeys(("pipes", "received", "sent", "refused"), 3))
+    row = metrics.row(stage.service, {}, COUNTS)
     assert row["accepted"] == 4
     assert math.isfinite(row["train_loss"])
 
 
 def test_the_page_of_metrics_lists_them_all(measured):
     stage, metrics = measured
-    row = metrics.row(stage.service, {"gap": 0.5, "loss": 1.0, "bits_per_byte": 1.0}, 2)
+    row = metrics.row(stage.service, {"gap": 0.5, "loss": 1.0, "bits_per_byte": 1.0}, COUNTS)
     text = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
     listed = {
         name
