@@ -2,6 +2,8 @@
 # Runs the tests of the compose cluster: with the engine that is running, or with one of its own, made as root from
 # Debian's packages and gone afterwards. Its base image comes from debootstrap, the wheels from pip on this machine.
 # Where no engine can be had it says so loudly and ends with 0; with REQUIRE_DOCKER=1 with 1.
+#   docker/ci.sh prepare    only installs the packages and makes the base image's archive, and says nothing: for while other
+#                           tests run, since both wait for the network most of the time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${RINGMASTER_PYTHON:-$PWD/.venv/bin/python}
@@ -51,18 +53,24 @@ start_engine() {
     return 1
 }
 
-make_base_image() {
-    export BASE_IMAGE=ringmaster-base:$suite
-    docker image inspect "$BASE_IMAGE" >/dev/null 2>&1 && return
-    say "base image from debootstrap"
+make_base_archive() {
     rm -rf "$place/root"
     debootstrap --variant=minbase --include=python3,python3-venv "$suite" "$place/root" >"$place/debootstrap.log" 2>&1 || {
         tail -5 "$place/debootstrap.log" >&2
         return 1
     }
     tar -C "$place/root" --exclude=./var/cache/apt --exclude=./var/lib/apt --exclude=./usr/share/doc \
-        --exclude=./usr/share/locale -c . | docker import - "$BASE_IMAGE" >/dev/null
+        --exclude=./usr/share/locale -cf "$place/base.part" .
+    mv "$place/base.part" "$place/base.tar"
     rm -rf "$place/root"
+}
+
+make_base_image() {
+    export BASE_IMAGE=ringmaster-base:$suite
+    docker image inspect "$BASE_IMAGE" >/dev/null 2>&1 && return
+    say "base image from debootstrap"
+    [ -s "$place/base.tar" ] || make_base_archive || return 1
+    docker import "$place/base.tar" "$BASE_IMAGE" >/dev/null && rm -f "$place/base.tar"
 }
 
 fill_wheelhouse() {
@@ -73,6 +81,11 @@ fill_wheelhouse() {
     rm -f docker/wheelhouse/ringmaster_dist-*.whl
 }
 
+if [ "${1:-}" = prepare ]; then
+    mkdir -p "$place" && install_engine >/dev/null 2>&1 || exit 0
+    [ -s "$place/base.tar" ] || [ -d "$place/data/image" ] || make_base_archive >/dev/null 2>&1 || true
+    exit 0
+fi
 if docker info >/dev/null 2>&1; then
     say "using the engine that is running"
 else
