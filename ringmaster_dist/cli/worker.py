@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         if not given[key].isdecimal() or (key == "workers" and int(given[key]) < 1):
             raise UserError(f"{key}={given[key]}: must be a number, and workers at least 1")
     try:
-        worker.parse(rest)  # a mistake is told once, not by each of them
+        worker.parse(rest)  # report a mistake once, not once per worker
     except ValueError as error:
         raise UserError(str(error)) from error
     return _supervise(rest, int(given.get("workers", 1)), int(given.get("restarts", 10)))

@@ -1,9 +1,9 @@
 """What a worker may send to the server's RPC agent: Python calls of bounded size, their tensors, nothing else.
 
-Holding the token makes a worker a worker, no more. Calls go on to the restricted unpickler; operators by name, remote
-references and autograd contexts, which torch would serve to anybody, are messages of other types and end the
-connection, as does any length that differs from what was announced or exceeds what the model needs. Nothing of a
-message is passed on before all of it was checked, except the bytes of its tensor, whose length was.
+A holder of the token is a worker and nothing more. Its calls reach the restricted unpickler. Torch would also serve
+operators by name, remote references and autograd contexts; those are messages of other types and end the connection, as
+does any length that differs from what was announced or exceeds what the model needs. The sieve forwards a message only
+after it has checked all of it, except the bytes of its tensor, of which it has checked the length.
 
 A worker's end of the tunnel uses the same sieve on its own agent: there it says that torch's bytes have changed.
 """

@@ -241,8 +241,8 @@ def read_memory_address(frame: bytes) -> int:
     return process
 
 
-# A vector without strides or offset is all that is sent. The unpickler behind this, C++ that believes what it is told,
-# would also take sizes that reach beyond the bytes that came.
+# Workers send one vector without strides or offset. Torch's C++ unpickler does not check sizes against the bytes that
+# arrived, so a larger size would make it read beyond them.
 _INTEGER = rb"(K.|M..|J....|\x8a\x08.{8})"
 _EMPTY = b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](etR."
 _VECTOR = re.compile(

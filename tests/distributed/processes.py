@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -159,3 +160,12 @@ def processes_with(*words: str) -> list[int]:
         if all(word in line for word in words):
             found.append(int(path.parent.name))
     return found
+
+
+def hang_up(listener: socket.socket) -> None:
+    """Closes every connection at once, until the listener is closed."""
+    while True:
+        try:
+            listener.accept()[0].close()
+        except OSError:
+            return

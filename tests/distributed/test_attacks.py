@@ -263,7 +263,7 @@ def test_pipes_that_are_never_finished_leave_nothing_behind(tmp_path):
 
 
 def test_bytes_after_the_end_of_a_stream(tmp_path):
-    """TLS has a last message; a peer that goes on afterwards costs neither memory nor time."""
+    """TLS has a closing message. A peer that continues to send after it costs neither memory nor time."""
     with attacked(tmp_path) as run:
         (gate,) = run.children("gate")
         before = attacker.memory(gate)[1]

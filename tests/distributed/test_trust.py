@@ -1,4 +1,4 @@
-"""Who is at the other end: each way in which a worker and a server can fail to trust each other is one line."""
+"""Each way in which a worker and a server can fail to trust each other ends in one line."""
 
 import http.server
 import json
@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from ringmaster_dist.server.sessions import Sessions
 from ringmaster_dist.transport import identity
-from tests.distributed.processes import LONG, Run, check_finished, descendants, until
+from tests.distributed.processes import LONG, Run, check_finished, descendants, hang_up, until
 
 TOKEN = "0123456789abcdef"
 QUICK_WORKER = ["connect_seconds=2", "call_seconds=3", "patience_seconds=3"]
@@ -71,17 +71,9 @@ def test_an_older_version_without_tls():
 def test_somebody_who_hangs_up_may_be_a_server_that_starts():
     """Such as a published port whose container is not there yet: the worker tries again, for as long as it may."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=_hang_up, args=(listener,), daemon=True).start()
+        threading.Thread(target=hang_up, args=(listener,), daemon=True).start()
         done = work(f"server=127.0.0.1:{listener.getsockname()[1]}", *QUICK_WORKER)
     check_told(done, 1, "did not answer as a server of this system", "for 3 s")
-
-
-def _hang_up(listener):
-    while True:
-        try:
-            listener.accept()[0].close()
-        except OSError:
-            return
 
 
 @pytest.mark.parametrize(

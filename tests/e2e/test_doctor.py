@@ -11,7 +11,7 @@ import pytest
 from ringmaster_dist.doctor.machine import machine_findings
 from ringmaster_dist.doctor.server import _versions, server_findings
 from ringmaster_dist.transport.star import versions
-from tests.distributed.processes import LONG, Run, until
+from tests.distributed.processes import LONG, Run, hang_up, until
 
 pytestmark = pytest.mark.e2e
 
@@ -67,20 +67,12 @@ def test_towards_nobody_and_towards_strangers():
     nobody = doctor("server=127.0.0.1:9")
     assert (nobody.returncode, "no server at 127.0.0.1:9" in lines(nobody)["port"]) == (1, True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=_hang_up, args=(listener,), daemon=True).start()
+        threading.Thread(target=hang_up, args=(listener,), daemon=True).start()
         stranger = doctor(f"server=127.0.0.1:{listener.getsockname()[1]}")
         assert stranger.returncode == 1
         assert "check the port" in lines(stranger)["port"]
     for done in (nobody, stranger):
         assert done.stderr == ""
-
-
-def _hang_up(listener):
-    while True:
-        try:
-            listener.accept()[0].close()
-        except OSError:
-            return
 
 
 def test_towards_somebody_who_says_nothing():
