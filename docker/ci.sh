@@ -2,8 +2,8 @@
 # Runs the tests of the compose cluster: with the engine that is running, or with one of its own, made as root from
 # Debian's packages and gone afterwards. Its base image comes from debootstrap, the wheels from pip on this machine.
 # Where no engine can be had it says so loudly and ends with 0; with REQUIRE_DOCKER=1 with 1.
-#   docker/ci.sh prepare    only installs the packages and makes the base image's archive, and says nothing: for while other
-#                           tests run, since both wait for the network most of the time
+#   docker/ci.sh prepare    only installs the packages and makes the base image's archive and the wheels, and says nothing: for
+#                           while other tests run, since these wait for the network most of the time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${RINGMASTER_PYTHON:-$PWD/.venv/bin/python}
@@ -77,13 +77,18 @@ fill_wheelhouse() {
     ls docker/wheelhouse/torch-*.whl >/dev/null 2>&1 && return
     say "wheels"
     "$python" -m pip wheel --quiet --wheel-dir docker/wheelhouse "$(grep '^torch' launch/constraints.txt)" hatchling . \
-        2>"$place/wheels.log" || { tail -5 "$place/wheels.log" >&2; return 1; }
+        2>"$place/wheels.log" || { tail -5 "$place/wheels.log" >&2; rm -f docker/wheelhouse/*.whl; return 1; }
     rm -f docker/wheelhouse/ringmaster_dist-*.whl
 }
 
 if [ "${1:-}" = prepare ]; then
     mkdir -p "$place" && install_engine >/dev/null 2>&1 || exit 0
     [ -s "$place/base.tar" ] || [ -d "$place/data/image" ] || make_base_archive >/dev/null 2>&1 || true
+    for _ in $(seq 300); do    # the environment is being made by launch/test.sh
+        [ ! -e .venv/installed-test-fast ] || break
+        sleep 2
+    done
+    fill_wheelhouse >/dev/null 2>&1 || true
     exit 0
 fi
 if docker info >/dev/null 2>&1; then

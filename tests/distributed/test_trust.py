@@ -101,13 +101,11 @@ def test_without_the_certificate_library(tmp_path):
     check_told(train, 2, "pip install cryptography")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_plain_text_on_loopback_works_on_purpose(tmp_path, host):
+def test_plain_text_on_loopback_works_on_purpose(tmp_path):
     """And the two ends notice when only one of them means it."""
-    with Run(tmp_path / "run", *LONG, "server.tls=false", f"server.host={host}") as run:
+    with Run(tmp_path / "run", *LONG, "server.tls=false") as run:
         until(lambda: run.version() > 5, "the run is on")
         address = (tmp_path / "run/address").read_text()
-        assert address.startswith("[::1]:" if host == "::1" else "127.0.0.1:")
         token = (tmp_path / "run/token").read_text()
         done = work(f"server={address}", *QUICK_WORKER, RINGMASTER_TOKEN=token)
         assert done.returncode != 0
