@@ -91,6 +91,15 @@ def test_whoever_does_not_is_refused(who):
     assert errors
 
 
+def test_a_process_in_a_wide_number_is_refused():
+    """TensorPipe ends its process at one: a process id has 32 bits there."""
+    address = number(4096)
+    assert tensorpipe.read_memory_address(b"\xb9\x02" + number(1000) + address) == 1000
+    for process in (b"\x83" + struct.pack("<Q", 1000), number(1 << 31)):
+        with pytest.raises(Unexpected):
+            tensorpipe.read_memory_address(b"\xb9\x02" + process + address)
+
+
 def test_a_missing_library_is_told(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(identity.Mistrusted, match="pip install cryptography"):
