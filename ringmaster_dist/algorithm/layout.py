@@ -1,7 +1,10 @@
 """Where each parameter lives in the one flat buffer that is the optimisation variable.
 
-Parameters of the same geometry and shape lie next to each other, so a *block* of them is a batch of matrices
+Parameters of the same norm and shape lie next to each other, so a *block* of them is a batch of matrices
 that one oracle call handles in place. Parameters that need no oracle are one block whatever their shapes.
+
+The norm of the whole variable is the largest of its blocks' norms, each divided by the block's radius. So the oracle of
+the whole is the oracle of each block times its radius.
 """
 
 from __future__ import annotations
@@ -47,14 +50,24 @@ class Parameter(NamedTuple):
         return self.shape[0], math.prod(self.shape[1:])
 
 
+class Norm(NamedTuple):
+    """How the parameters of a role are measured and moved."""
+
+    geometry: str
+    radius: float = 1.0  # a block moves by ``eta * radius * lmo``
+    weight_decay: float = 0.0  # and shrinks by ``eta * weight_decay``, whatever its radius
+
+
 class Block(NamedTuple):
-    """``num_matrices`` matrices ``rows x cols`` at ``start`` that share a geometry."""
+    """``num_matrices`` matrices ``rows x cols`` at ``start`` that share a norm."""
 
     geometry: str
     num_matrices: int
     rows: int
     cols: int
     start: int
+    radius: float = 1.0
+    weight_decay: float = 0.0
 
     @property
     def size(self) -> int:
@@ -68,34 +81,38 @@ class Block(NamedTuple):
 class Layout:
     """The flat order of the parameters, and their blocks."""
 
-    def __init__(self, parameters: Sequence[Parameter], geometry: Mapping[str, str]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], norms: Mapping[str, Norm | str]) -> None:
+        """``norms`` has one for each role; the name of a geometry stands for it with radius 1."""
         names = [parameter.name for parameter in parameters]
+        if not names:
+            raise ValueError("there are no parameters to optimise")
         if len(set(names)) != len(names):
             raise ValueError(f"parameter names repeat: {sorted({n for n in names if names.count(n) > 1})}")
+        by_role = {role: Norm(norm) if isinstance(norm, str) else norm for role, norm in norms.items()}
         for parameter in parameters:
             if parameter.size == 0:
                 raise ValueError(f"parameter {parameter.name!r} of shape {parameter.shape} is empty")
-            if parameter.role not in geometry:
+            if parameter.role not in by_role:
                 raise ValueError(f"parameter {parameter.name!r} has role {parameter.role!r}; known: {ROLES}")
-        for role, name in geometry.items():
-            if name not in GEOMETRIES:
-                raise ValueError(f"geometry of {role} is {name!r}; known: {', '.join(GEOMETRIES)}")
+        for role, norm in by_role.items():
+            if norm.geometry not in GEOMETRIES:
+                raise ValueError(f"geometry of {role} is {norm.geometry!r}; known: {', '.join(GEOMETRIES)}")
 
-        groups: dict[tuple[str, int, int], list[Parameter]] = {}
+        groups: dict[tuple[Norm, int, int], list[Parameter]] = {}
         for parameter in parameters:
-            name = geometry[parameter.role]
-            shape = (0, 0) if name == "none" else parameter.matrix_shape
-            groups.setdefault((name, *shape), []).append(parameter)
+            norm = by_role[parameter.role]
+            shape = (0, 0) if norm.geometry == "none" else parameter.matrix_shape
+            groups.setdefault((norm, *shape), []).append(parameter)
 
         self.parameters: tuple[Parameter, ...] = tuple(p for group in groups.values() for p in group)
         self.offsets: dict[str, int] = {}
         self.blocks: list[Block] = []
         offset = 0
-        for (name, rows, cols), group in groups.items():
-            if name == "none":
-                self.blocks.append(Block(name, 1, 1, sum(p.size for p in group), offset))
-            else:
-                self.blocks.append(Block(name, len(group), rows, cols, offset))
+        for (norm, rows, cols), group in groups.items():
+            count = len(group)
+            if norm.geometry == "none":
+                count, rows, cols = 1, 1, sum(p.size for p in group)
+            self.blocks.append(Block(norm.geometry, count, rows, cols, offset, norm.radius, norm.weight_decay))
             for parameter in group:
                 self.offsets[parameter.name] = offset
                 offset += parameter.size
@@ -110,5 +127,5 @@ class Layout:
     @property
     def fingerprint(self) -> str:
         """Equal for two programs exactly if they mean the same thing by the same flat buffer."""
-        table = [(p.name, list(p.shape), self.offsets[p.name]) for p in self.parameters]
+        table = [[(p.name, list(p.shape), self.offsets[p.name]) for p in self.parameters], self.blocks]
         return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]

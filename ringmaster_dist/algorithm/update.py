@@ -2,7 +2,7 @@
 
     m <- (1 - alpha) m + alpha g
     u  = (1 - alpha) m + alpha g        with Nesterov, else u = m
-    x' = (1 - eta * weight_decay) x + eta * lmo(u)
+    x' = (1 - eta * weight_decay) x + eta * radius * lmo(u)        with the block's own weight decay and radius
 
 The momentum starts at zero, which makes the first line serve for ``k = 0`` too. Work goes block by block
 through one scratch buffer of the largest block's size; the part without an oracle goes in cache-sized pieces.
@@ -39,7 +39,6 @@ class Update:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         nesterov: bool = True,
-        weight_decay: float = 0.0,
         orthogonalization: str = "polar_express",
         precision: torch.dtype | None = None,
     ) -> None:
@@ -50,7 +49,6 @@ class Update:
         self.layout = layout
         self.dtype = dtype
         self.nesterov = nesterov
-        self.weight_decay = weight_decay
         self.orthogonalization = orthogonalization
         self._coefficients = oracles.COEFFICIENTS.get(orthogonalization)
         device = torch.device(device)
@@ -86,15 +84,15 @@ class Update:
         The gradient may be of a shorter type: it is widened piece by piece. ``rounded`` gets the next iterate too, in
         its own type, while the pieces are at hand.
         """
-        keep = 1.0 - eta * self.weight_decay
         for block, scratch, matrices, workspace in self._plan:
             start, stop = block.start, block.stop
+            keep, step = 1.0 - eta * block.weight_decay, eta * block.radius
             if matrices is None:
                 for low in range(start, stop, _PIECE):
                     high = min(low + _PIECE, stop)
                     x, m, g, x_next = (t[low:high] for t in (iterate, momentum, gradient, out))
                     self._direction(m, self._widened(g), alpha, piece := scratch[: high - low])
-                    _step(x, piece, eta, keep, x_next)
+                    _step(x, piece, step, keep, x_next)
                     if rounded is not None:
                         rounded[low:high].copy_(x_next)
                 continue
@@ -104,7 +102,7 @@ class Update:
                 x, m, g, x_next = (t[start:stop] for t in (iterate, momentum, gradient, out))
             self._direction(m, self._widened(g), alpha, scratch)
             scale = self._oracle(matrices, block, workspace)
-            _step(x, scratch, eta * scale, keep, x_next)
+            _step(x, scratch, step * scale, keep, x_next)
             if rounded is not None:
                 rounded[start:stop].copy_(x_next)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringmaster_dist import __version__
 from ringmaster_dist.algorithm.auto import AutoThreshold
-from ringmaster_dist.algorithm.layout import ROLES, Layout
+from ringmaster_dist.algorithm.layout import ROLES, Layout, Norm
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Schedule, agnostic, theory
 from ringmaster_dist.algorithm.update import Update
@@ -147,11 +147,10 @@ def build_schedule(config: Config) -> Schedule:
         assert method.beta is not None
         threshold = method.threshold if isinstance(method.threshold, int) else math.inf  # auto is the method's affair
         schedule = Constant(method.eta, 1.0 - method.beta, threshold)
-    if method.warmup_updates or method.decay_updates:
-        schedule = Ramped(
-            schedule, method.warmup_updates, method.decay_updates, config.budget.updates or 0,
-            method.final_eta_fraction,
-        )  # fmt: skip
+    if method.warmup or method.decay:
+        updates = config.budget.updates or 0
+        warmup, decay = round(method.warmup * updates), round(method.decay * updates)
+        schedule = Ramped(schedule, warmup, decay, updates, method.final_eta_fraction)
     return schedule
 
 
@@ -169,7 +168,13 @@ def build_method(config: Config) -> Method:
 
 def build_layout(config: Config, problem: Problem) -> Layout:
     """Where the problem's parameters lie in a flat tensor; the problem is told."""
-    layout = Layout(problem.parameters, {role: getattr(config.geometry, role) for role in ROLES})
+    geometry = config.geometry
+    norms = {}
+    for role in ROLES:
+        decay = getattr(geometry.weight_decay, role)
+        decay = config.method.weight_decay if decay is None else decay
+        norms[role] = Norm(getattr(geometry, role), getattr(geometry.radius, role), decay)
+    layout = Layout(problem.parameters, norms)
     problem.bind(layout)
     return layout
 
@@ -187,7 +192,6 @@ def build_core(config: Config, problem: Problem) -> ServerCore:
         layout,
         dtype=problem.dtype,
         nesterov=config.method.nesterov,
-        weight_decay=config.method.weight_decay,
         orthogonalization=config.geometry.orthogonalization,
         precision=DTYPES[config.geometry.precision] if config.geometry.precision else None,
     )

@@ -21,10 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.steps import suggested_eta
 from ringmaster_dist.config.validate import validate
 
 _MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")
 _MAY_NOT = ("cluster.batch", "cluster.threads", "server.compute_threads")  # the bits depend on these
+_RENAMED = {"decay_updates": "decay", "warmup_updates": "warmup"}  # numbers of updates before, fractions now
 _OF_THE_CALL = (("run", "dir"), ("run", "overwrite"))  # no part of what is computed
 
 
@@ -48,10 +50,11 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override!r} is not an override: write key=value, such as method.eta=0.1")
+        _refuse_renamed(override)
     # What a problem of the user's own takes is not known here: any key is allowed there.
     overrides = [f"++{word}" if word.startswith("problem.args.") else word for word in overrides]
     try:
-        return _compose(overrides, name)
+        return _completed(_compose(overrides, name))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, overrides, name)) from error
 
@@ -66,7 +69,30 @@ def from_yaml(text: str) -> Config:
     composed = OmegaConf.create(text)
     if not isinstance(composed, DictConfig):
         raise UserError("the configuration is not a YAML mapping")
-    return to_typed(composed, real_time=True)
+    return to_typed(_completed(composed), real_time=True)
+
+
+def _completed(composed: DictConfig) -> DictConfig:
+    """With a step size where none was given, and in the words of this version where an earlier one wrote it."""
+    method, budget = composed.method, composed.budget
+    for old, new in _RENAMED.items():
+        if old in method:
+            method[new] = method[old] / budget.updates if method[old] else 0.0
+            del method[old]
+    if method.get("eta") is None:
+        method.eta = suggested_eta(composed.problem.name, composed.geometry.name, method.name)
+    return composed
+
+
+def _refuse_renamed(override: str) -> None:
+    key, _, value = override.lstrip("+~").partition("=")
+    section, _, name = key.partition(".")
+    if section == "method" and name in _RENAMED:
+        new = _RENAMED[name]
+        raise UserError(
+            f"{override}: the key is method.{new} now, a fraction of budget.updates: "
+            f"method.{new}=0.5 means half of them, where {name} took a number such as {value}"
+        )
 
 
 def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
@@ -74,8 +100,7 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
     path = directory / "config.yaml"
     if not path.is_file():
         raise UserError(f"resume={directory}: there is no run in it (no config.yaml)")
-    composed = OmegaConf.load(path)
-    assert isinstance(composed, DictConfig)
+    composed = _load(path)
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         for override in parsed:
@@ -91,23 +116,37 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
             OmegaConf.update(composed, key, override.value(), force_add=True)
     except HydraException as error:
         raise UserError(_first_line(error)) from error
-    before = OmegaConf.load(path)
-    assert isinstance(before, DictConfig)
-    _check_schedule(before, composed)
+    _check_schedule(directory, _load(path), composed)
     return composed
 
 
-def _check_schedule(before: DictConfig, composed: DictConfig) -> None:
-    by_the_budget = composed.method.get("schedule") == "theory" or composed.method.get("decay_updates")
-    if by_the_budget and composed.budget.updates != before.budget.updates:
-        raise UserError("budget.updates is part of this run's step sizes and cannot change")
+def _load(path: Path) -> DictConfig:
+    loaded = OmegaConf.load(path)
+    assert isinstance(loaded, DictConfig)
+    return _completed(loaded)
+
+
+def _check_schedule(directory: Path, before: DictConfig, composed: DictConfig) -> None:
+    method = composed.method
+    reasons = [f"method.{key}={method[key]}" for key in ("warmup", "decay") if method.get(key)]
+    if method.get("schedule") == "theory":
+        reasons.append("method.schedule=theory")
+    if reasons and composed.budget.updates != before.budget.updates:
+        raise UserError(
+            f"budget.updates={composed.budget.updates}: the step sizes of the run in {directory} depend on its budget of "
+            f"{before.budget.updates} updates ({', '.join(reasons)}); to train its weights further, begin a new run with "
+            f"init={directory} and another run.dir"
+        )
 
 
 def same_run(directory: Path, composed: DictConfig) -> None:
     """Raises `UserError` where the run in a directory was begun with what may not change when it goes on."""
-    before = OmegaConf.load(directory / "config.yaml")
-    assert isinstance(before, DictConfig)
-    then, now = (cast("dict[str, Any]", OmegaConf.to_container(config)) for config in (before, composed))
+    before = _load(directory / "config.yaml")
+    schema = OmegaConf.structured(Config)  # fills in the keys that an earlier version did not write
+    then, now = (
+        cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(schema, config)))
+        for config in (before, composed)
+    )
     for section in set(then) | set(now):
         old, new = then.get(section, {}), now.get(section, {})
         if not isinstance(old, dict) or not isinstance(new, dict):  # watch, resume: of the call, not of the run
@@ -120,7 +159,7 @@ def same_run(directory: Path, composed: DictConfig) -> None:
                     f"{section}.{key}={new.get(key)}: the run in {directory} was begun with {old.get(key)}; "
                     "a run goes on as it began: choose another run.dir, or leave it as it was"
                 )
-    _check_schedule(before, composed)
+    _check_schedule(directory, before, composed)
 
 
 def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:

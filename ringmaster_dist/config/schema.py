@@ -73,9 +73,27 @@ class MethodConfig:
     nesterov: bool = True
     interrupt: bool = True
     weight_decay: float = 0.0
-    warmup_updates: int = 0
-    decay_updates: int = 0
+    warmup: float = 0.0
+    decay: float = 0.0
     final_eta_fraction: float = 0.0
+
+
+@dataclass
+class RadiusConfig:
+    matrix: float = 1.0
+    embedding: float = 1.0
+    output: float = 1.0
+    scalar: float = 1.0
+
+
+@dataclass
+class RoleDecayConfig:
+    """None: method.weight_decay."""
+
+    matrix: float | None = None
+    embedding: float | None = None
+    output: float | None = None
+    scalar: float | None = None
 
 
 @dataclass
@@ -85,6 +103,8 @@ class GeometryConfig:
     embedding: str = "none"
     output: str = "none"
     scalar: str = "none"
+    radius: RadiusConfig = field(default_factory=RadiusConfig)
+    weight_decay: RoleDecayConfig = field(default_factory=RoleDecayConfig)
     orthogonalization: str = "polar_express"
     precision: str | None = None
 

@@ -43,6 +43,10 @@ def validate(config: Config, *, real_time: bool = False) -> None:
 
     for role in ("matrix", "embedding", "output", "scalar"):
         _one_of(f"geometry.{role}", getattr(config.geometry, role), _GEOMETRIES)
+        _above(f"geometry.radius.{role}", getattr(config.geometry.radius, role), 0)
+        decay = getattr(config.geometry.weight_decay, role)
+        if decay is not None:
+            _at_least(f"geometry.weight_decay.{role}", decay, 0)
     _one_of("geometry.orthogonalization", config.geometry.orthogonalization, _ORTHOGONALIZATIONS)
     if config.geometry.precision is not None:
         _one_of("geometry.precision", config.geometry.precision, _PRECISIONS)
@@ -150,15 +154,17 @@ def _validate_method(method: MethodConfig, config: Config) -> None:
     if method.beta is not None and not 0 <= method.beta < 1:
         raise UserError(f"method.beta={method.beta:g}: must be at least 0 and below 1 (0.95 is usual)")
     _at_least("method.weight_decay", method.weight_decay, 0)
-    _at_least("method.warmup_updates", method.warmup_updates, 0)
-    _at_least("method.decay_updates", method.decay_updates, 0)
-    if not 0 <= method.final_eta_fraction <= 1:
-        raise UserError(f"method.final_eta_fraction={method.final_eta_fraction:g}: must be between 0 and 1")
     updates = config.budget.updates
-    if method.decay_updates and (updates is None or method.decay_updates > updates):
+    for name in ("warmup", "decay", "final_eta_fraction"):
+        value = getattr(method, name)
+        if not 0 <= value <= 1:
+            raise UserError(f"method.{name}={value:g}: must be between 0 and 1")
+        if name != "final_eta_fraction" and value and updates is None:
+            raise UserError(f"method.{name}={value:g} is a fraction of budget.updates, which is not set: set it")
+    if method.warmup + method.decay > 1:
         raise UserError(
-            f"method.decay_updates={method.decay_updates}: the decay ends with budget.updates, "
-            f"which is {'not set' if updates is None else updates}"
+            f"method.warmup={method.warmup:g} and method.decay={method.decay:g} are fractions of the same budget: "
+            "together they must be at most 1"
         )
     if method.name == "ringmaster":
         if method.threshold is None:

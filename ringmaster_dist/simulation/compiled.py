@@ -201,7 +201,8 @@ def _rules(core: ServerCore, problem: Quadratic, speeds: Speeds, interrupt: bool
         batch=batch,
         waits=method.waits,
         nesterov=update.nesterov,
-        weight_decay=float(update.weight_decay),
+        radius=float(block.radius),
+        weight_decay=float(block.weight_decay),
         oracle=oracle,
         coefficients=np.array(coefficients or [(0.0, 0.0, 0.0)]),
     )

@@ -112,8 +112,11 @@ def total_of(values):
 
 
 @_fast
-def take_step(x, u, norm, eta, weight_decay, oracle, coefficients, out):
-    """``out = x + eta lmo(u)``; see algorithm/update.py and `_iterate_vector` of algorithm/geometry.py."""
+def take_step(x, u, norm, eta, radius, weight_decay, oracle, coefficients, out):
+    """``out = (1 - eta weight_decay) x + eta radius lmo(u)``.
+
+    See algorithm/update.py and `_iterate_vector` of algorithm/geometry.py.
+    """
     scale = 1.0
     if oracle == NORMALIZED:
         scale = 1.0 / norm if norm > 0.0 else 0.0
@@ -123,7 +126,7 @@ def take_step(x, u, norm, eta, weight_decay, oracle, coefficients, out):
             square = length * length
             length *= coefficients[i, 0] + square * (coefficients[i, 1] + coefficients[i, 2] * square)
         scale = length / norm if norm > 0.0 else 0.0
-    keep, step = 1.0 - eta * weight_decay, eta * scale
+    keep, step = 1.0 - eta * weight_decay, eta * radius * scale
     if oracle == SIGN:
         for i in range(len(x)):
             out[i] = keep * x[i] - step * np.sign(u[i])

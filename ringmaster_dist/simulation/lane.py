@@ -83,6 +83,7 @@ class Rules(NamedTuple):
     batch: int  # gradients per update
     waits: bool
     nesterov: bool
+    radius: float
     weight_decay: float
     oracle: int
     coefficients: Any
@@ -319,8 +320,8 @@ def advance(s, rules, first_version, etas, alphas, thresholds, until_seconds, wh
             counters[NUM_FREE] -= 1
             new = free[counters[NUM_FREE]]
             take_step(
-                s.iterates[old], s.direction, math.sqrt(square), eta, rules.weight_decay, rules.oracle,
-                rules.coefficients, s.iterates[new],
+                s.iterates[old], s.direction, math.sqrt(square), eta, rules.radius, rules.weight_decay,
+                rules.oracle, rules.coefficients, s.iterates[new],
             )  # fmt: skip
             version += 1
             counters[VERSION] = version
