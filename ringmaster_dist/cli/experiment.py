@@ -1,4 +1,4 @@
-"""``ringmaster experiment quadratic|nanochat``."""
+"""``ringmaster experiment NAME``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ringmaster_dist.config.errors import UserError
 if TYPE_CHECKING:
     from ringmaster_dist.experiment.plan import Plan
 
-_HELP = """ringmaster experiment quadratic|nanochat|auto [size=...] [dir=...] [seeds=3] [jobs=N] [workers=8]
+_HELP = """ringmaster experiment quadratic|nanochat|auto|radii|steps [size=...] [dir=...] [seeds=3] [jobs=N] [workers=8]
            [regimes=...]
 
-Reproduces an experiment of the paper in virtual time: tunes every method over its grid in each delay regime under the
-same budget, runs the winners with several seeds, and writes the tables (tuning.csv, curves.csv), the figure (PNG, PDF)
-and a summary in words. Interrupted at any time, the same command goes on with what is missing.
+Runs an experiment in virtual time, the paper's or one of our own: tunes every method over its grid in each regime under
+the same budget, runs the winners with several seeds, and writes the tables (tuning.csv, curves.csv), the figure
+(PNG, PDF) and a summary in words. Interrupted at any time, the same command goes on with what is missing.
 
   quadratic  size=full    6174 workers, 1729 coordinates, 2000 s, the paper's grids (the default; needs the extra fast)
              size=smoke   the same in small, a minute
@@ -26,6 +26,11 @@ and a summary in words. Interrupted at any time, the same command goes on with w
              size=cpu     the tiny model on Python's standard library, the same methods and grids (the default)
              size=smoke   a minute, with 3 workers
   auto       size=full    method.threshold=auto beside the best fixed threshold, also where speeds change in mid-run
+             size=smoke   the same in small
+  radii      size=full    a radius for every role versus one eta, and versus torch.optim.Muon with AdamW, on the tiny
+                          model: one worker, and eight unequal ones, 400 updates each; about an hour on one core
+             size=smoke   the same in small
+  steps      size=full    the step size of every method in every geometry on the tiny model: what method.eta=null means
              size=smoke   the same in small
 
   regimes=linear,similar   only these
@@ -71,7 +76,8 @@ def _plan(name: str, words: list[str]) -> tuple[Plan, dict[str, str]]:
         if not equals or key not in _KNOWN:
             raise UserError(f"{word}: write key=value with one of {', '.join(_KNOWN)}")
         options[key] = value
-    sizes = {"quadratic": ("full", "smoke"), "nanochat": ("cpu", "full", "smoke"), "auto": ("full", "smoke")}
+    sizes = {"quadratic": ("full", "smoke"), "nanochat": ("cpu", "full", "smoke"), "auto": ("full", "smoke"),
+             "radii": ("full", "smoke"), "steps": ("full", "smoke")}  # fmt: skip
     if name not in sizes:
         raise UserError(f"there is no experiment {name!r}; known: {', '.join(sizes)}")
     size = options.get("size", sizes[name][0])
@@ -80,8 +86,8 @@ def _plan(name: str, words: list[str]) -> tuple[Plan, dict[str, str]]:
     seeds = _whole("seeds", options.get("seeds", "3"))
     if name == "quadratic":
         chosen = plan.quadratic(size, seeds)
-    elif name == "auto":
-        chosen = plan.auto(size, seeds)
+    elif name in ("auto", "radii", "steps"):
+        chosen = {"auto": plan.auto, "radii": plan.radii, "steps": plan.steps}[name](size, seeds)
     else:
         chosen = plan.nanochat(size, seeds, _whole("workers", options.get("workers", "8")))
     regimes = tuple(options.get("regimes", ",".join(chosen.regimes)).split(","))

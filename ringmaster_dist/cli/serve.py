@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,9 +25,11 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.logs import log_as_told
+from ringmaster_dist.observe.divergence import Divergence, finite
 from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError, export_weights
 from ringmaster_dist.observe.summary import summarize
+from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.protocol import Push, Receipt
 from ringmaster_dist.server.checkpoints import Checkpoints, Unusable
 from ringmaster_dist.server.core import ServerCore
@@ -172,6 +175,16 @@ def serve(
     writer.on_written = lambda path: logger.file(path, "checkpoint")
     interval = (config.budget.seconds or 60.0) / config.run.samples
     next_sample, next_evaluation = service.seconds, core.version
+    divergence = _divergence(problem, directory)
+
+    def record(evaluation: Mapping[str, float]) -> None:
+        loud = divergence.look(evaluation, metrics.train_loss)
+        row = metrics.row(service, evaluation, host.counts) | {"diverged": divergence.diverged}
+        journal.metrics.write(row)
+        logger.row(row)
+        if loud:
+            log.warning("server v=%d: %s", row["version"], divergence.words(config.method.eta))
+
     while not service.ended.wait(_POLL_SECONDS):
         if should_stop():
             service.end()
@@ -181,17 +194,12 @@ def serve(
             due = problem.quick_to_evaluate or core.version >= next_evaluation
             if due:
                 next_evaluation = core.version + config.eval.every
-            evaluation = problem.evaluate(core.snapshot.iterate) if due else {}
-            row = metrics.row(service, evaluation, host.counts)
-            journal.metrics.write(row)
-            logger.row(row)
+            record(problem.evaluate(core.snapshot.iterate) if due else {})
     if service.failure is not None:
         raise RuntimeError("the server could not go on; its last words are above") from service.failure
     stopped = should_stop()
     evaluation = problem.evaluate(core.snapshot.iterate)
-    row = metrics.row(service, evaluation, host.counts)
-    journal.metrics.write(row)
-    logger.row(row)
+    record(evaluation)
     service.wait_until_all_left(config.server.farewell_seconds)
     service.close()
     journal.close()
@@ -199,10 +207,26 @@ def serve(
     export_weights(views, core.version, directory.path / "final.safetensors")
     ended = "stopped by the user" if stopped else "budget"
     summary = _summary(config, evaluation, service, ended, time.monotonic() - began)
+    summary |= {"diverged": divergence.diverged, "evaluated_on": evaluated_on(problem, at_the_end=False)}
     directory.write_summary(summary)
+    if not stopped:  # the closing evaluation takes longer; who has asked for a stop does not wait for it
+        torch.set_num_threads(os.cpu_count() or 1)  # nobody else computes any more
+        evaluation = evaluate_at_the_end(problem, core.snapshot.iterate)
+        divergence.look(evaluation)
+        summary |= finite({f"final_{name}": value for name, value in evaluation.items()})
+        summary |= {"diverged": divergence.diverged, "evaluated_on": evaluated_on(problem, at_the_end=True)}
+        directory.write_summary(summary)
     host.close()
     tell_the_end(logger, config, problem, core, directory, summary)
     return summary
+
+
+def _divergence(problem: Problem, directory: RunDirectory) -> Divergence:
+    """That has seen what an earlier term has measured."""
+    divergence = Divergence(problem.objective)
+    for row in directory.read_rows("metrics.jsonl"):
+        divergence.look(row, row.get("train_loss"))
+    return divergence
 
 
 def _settings(config: Config, config_text: str, fingerprint: str, token: str) -> Settings:
@@ -228,7 +252,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
             return "it is of another model"
         return "" if directory.has_sizes(state["files"]) else "the trace is shorter than it was then"
 
-    earlier = directory.read_terms()
+    earlier = directory.read_rows("terms.jsonl")  # a term whose line is torn has served nobody
     try:
         found = checkpoints.newest(fits)
     except Unusable as error:

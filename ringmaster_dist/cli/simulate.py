@@ -19,7 +19,7 @@ Writes config.yaml, trace.jsonl, metrics.jsonl and summary.json to run.dir and p
   --multirun, -m   run every combination of comma-separated values: method.eta=0.1,0.2
   --help           this text
 
-Exit code 0: the budget is used up. 130: stopped; what there is was written. 2: a mistake.
+Exit code 0: the budget is used up. 1: the loss has diverged. 130: stopped; what there is was written. 2: a mistake.
 
 Examples
   ringmaster simulate
@@ -79,4 +79,6 @@ def _run(overrides: list[str]) -> int:
     print_summary(console, summary, summary["initial"], directory.path)
     if config.run.report:
         show_report(directory.path)
+    if summary["diverged"]:
+        return 1
     return 0 if summary["ended"] == "budget" else 130

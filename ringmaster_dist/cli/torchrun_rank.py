@@ -81,8 +81,7 @@ def _serve(argv: list[str], workers: int, meeting: Meeting) -> int:
     with stop_signals() as asked:
         serve(config, config_text, directory, token, announce=announce, should_stop=asked)
     meeting.publish({"server": {"over": True}})  # in place of the token
-    show_summary(directory, report=config.run.report)
-    return 0
+    return show_summary(directory, report=config.run.report)
 
 
 def _resumed(argv: list[str], begun: str) -> list[str]:

@@ -37,7 +37,8 @@ replay RUN_DIR then proves it.
   resume=RUN_DIR   go on with a run that was stopped, or lost its machine, from its newest good checkpoint. The
                    configuration is the run's own; budget.*, cluster.*, server.*, checkpoint.* and logger.* may be
                    given anew, except cluster.batch, cluster.threads and server.compute_threads (the bits depend on
-                   them), and budget.updates where step sizes depend on it (method.decay_updates, schedule=theory).
+                   them), and budget.updates where step sizes depend on it (method.warmup, method.decay, theory): there,
+                   train the weights further in a new run with init=RUN_DIR.
   resume=auto      go on with the run in run.dir if there is one, else begin it: the same line each time, for whatever
                    starts it again. A run that is over stays as it is.
   cluster.local_workers=0 cluster.workers=N cluster.profile=none server.host=ADDRESS server.port=PORT
@@ -57,8 +58,8 @@ Also
                               with --max-restarts=N also run.dir=DIR: ranks that are started again go on with it
   python -m ringmaster_dist.worker server=$(cat RUN_DIR/address) token_file=RUN_DIR/token    one more worker, any time
 
-Exit code 0: over, or stopped by Ctrl+C or SIGTERM. 1: the server, or every worker, failed each time it was started.
-2: a mistake; the line on stderr says which.
+Exit code 0: over, or stopped by Ctrl+C or SIGTERM. 1: the server, or every worker, failed each time it was started, or
+the loss has diverged. 2: a mistake; the line on stderr says which.
 
 Examples
   ringmaster train method=ringmaster method.threshold=4 run.dir=runs/a && ringmaster replay runs/a
@@ -101,7 +102,7 @@ def _run(overrides: list[str]) -> int:
     finally:
         view.close()
     if code == 0:
-        show_summary(directory, report=config.run.report)
+        code = show_summary(directory, report=config.run.report)
         if config.problem.name == "nanochat":
             show_sample(directory)
     return code
@@ -221,16 +222,17 @@ def _refuse_if_used_up(config: Config, directory: RunDirectory, *, asked: bool) 
             )
 
 
-def show_summary(directory: RunDirectory, *, report: bool) -> None:
-    """The end in words; and drawn, if wanted."""
+def show_summary(directory: RunDirectory, *, report: bool) -> int:
+    """The end in words; and drawn, if wanted. Returns the exit code: 1 for a run that has diverged."""
     import json
 
     summary = json.loads((directory.path / "summary.json").read_text())
-    first = json.loads((directory.path / "metrics.jsonl").read_text().splitlines()[0])
-    initial = first.get("gap", first.get("loss", float("nan")))
+    first = directory.read_rows("metrics.jsonl")[0]
+    initial = first.get("gap", first.get("loss"))
     print_summary(Console(file=sys.stdout), summary, initial, directory.path)
     if report:
         show_report(directory.path)
+    return 1 if summary["diverged"] else 0
 
 
 def show_report(directory: Path) -> None:

@@ -51,6 +51,7 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
         weight=(rows or problem.batch) / problem.batch,
         micro_batch=problem.micro_batch,
         validation_rows=problem.validation_rows,
+        final_tokens=problem.final_tokens,
         seed=config.run.seed,
         device=device,
         precision=problem.precision,

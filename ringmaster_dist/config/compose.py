@@ -133,9 +133,9 @@ def _check_schedule(directory: Path, before: DictConfig, composed: DictConfig) -
         reasons.append("method.schedule=theory")
     if reasons and composed.budget.updates != before.budget.updates:
         raise UserError(
-            f"budget.updates={composed.budget.updates}: the step sizes of the run in {directory} depend on its budget of "
-            f"{before.budget.updates} updates ({', '.join(reasons)}); to train its weights further, begin a new run with "
-            f"init={directory} and another run.dir"
+            f"budget.updates={composed.budget.updates}: the step sizes of the run in {directory} depend on its "
+            f"{before.budget.updates} updates ({', '.join(reasons)}); to train its weights further, begin a new run "
+            f"with init={directory} and another run.dir"
         )
 
 
@@ -144,8 +144,7 @@ def same_run(directory: Path, composed: DictConfig) -> None:
     before = _load(directory / "config.yaml")
     schema = OmegaConf.structured(Config)  # fills in the keys that an earlier version did not write
     then, now = (
-        cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(schema, config)))
-        for config in (before, composed)
+        cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(schema, config))) for config in (before, composed)
     )
     for section in set(then) | set(now):
         old, new = then.get(section, {}), now.get(section, {})

@@ -14,6 +14,7 @@ class ProblemConfig:
     batch: int = 4
     micro_batch: int | None = None
     validation_rows: int = 32
+    final_tokens: int | None = 131072
     clip: float | None = None
     precision: str = "auto"
     attention: str = "auto"

@@ -101,6 +101,8 @@ def _validate_nanochat(config: Config) -> None:
     problem, model, data = config.problem, config.model, config.data
     _at_least("problem.batch", problem.batch, 1)
     _at_least("problem.validation_rows", problem.validation_rows, 1)
+    if problem.final_tokens is not None:
+        _at_least("problem.final_tokens", problem.final_tokens, 1)
     if problem.micro_batch is not None and problem.batch % max(1, problem.micro_batch):
         raise UserError(f"problem.micro_batch={problem.micro_batch}: must divide problem.batch={problem.batch}")
     if problem.clip is not None:

@@ -1,4 +1,6 @@
-"""What is run: the paper's methods, grids and delay regimes, at three sizes; and the threshold that chooses itself."""
+"""What is run: the paper's methods, grids and delay regimes, at three sizes; the threshold that chooses itself; step
+sizes and radii for language models, versus the optimizers that people use instead.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,25 @@ from typing import NamedTuple
 REGIMES = ("similar", "sublinear", "linear")
 AUTO = "ringmaster auto"  # beside the methods: ringmaster with method.threshold=auto
 CHANGE = "change"  # beside the regimes: similar workers, of which three quarters slow down in mid-run
+GEOMETRIES = ("muon", "scion", "euclidean", "sign")
+ONE_ETA, RADII, BASELINE = "one eta", "radii", "Muon + AdamW"
+RATE = "rate."  # begins a key of the baseline's grid, which is the learning rate of a role
+_EQUAL = [f"geometry.radius.{role}=1" for role in ("matrix", "embedding", "output", "scalar")]
+# What a contender is, where its name is not that of a method.
+_CONTENDERS = {
+    AUTO: ["method=ringmaster", "method.threshold=auto"],
+    ONE_ETA: ["method=ringmaster", "geometry=scion", *_EQUAL],
+    RADII: ["method=ringmaster", "geometry=scion"],
+    BASELINE: ["method=ringmaster", "geometry=scion", "method.eta=1"],
+}
+_PHASES = f"[{{start_seconds: 200, rate: 0.05, workers: {list(range(4, 16))}}}]"
+# What a regime is, where its name is not that of a delay profile.
+_REGIMES = {
+    CHANGE: ["cluster.profile=similar", f"cluster.phases={_PHASES}"],
+    "sequential": ["cluster.workers=1", "cluster.profile=similar"],
+    "delayed": ["cluster.workers=8", "cluster.profile=linear"],
+    **{name: [f"geometry={name}", "cluster.profile=linear"] for name in GEOMETRIES},
+}
 
 
 def _powers(low: int, high: int) -> list[float]:
@@ -33,8 +54,15 @@ class Job(NamedTuple):
 
     @property
     def all_overrides(self) -> list[str]:
-        method = ["method=ringmaster", "method.threshold=auto"] if self.method == AUTO else [f"method={self.method}"]
-        return [*self.common, *method, *self.overrides, f"run.seed={self.seed}"]
+        contender = _CONTENDERS.get(self.method, [f"method={self.method}"])
+        chosen = [word for word in self.overrides if not word.startswith(RATE)]
+        return [*self.common, *contender, *chosen, f"run.seed={self.seed}"]
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The learning rates of the baseline by role; empty for ours."""
+        words = [word.removeprefix(RATE).split("=") for word in self.overrides if word.startswith(RATE)]
+        return {role: float(value) for role, value in words}
 
 
 class Plan(NamedTuple):
@@ -61,10 +89,7 @@ class Plan(NamedTuple):
             yield job._replace(seed=seed)
 
     def _shared(self, regime: str) -> tuple[str, ...]:
-        if regime == CHANGE:
-            phases = f"[{{start_seconds: 200, rate: 0.05, workers: {list(range(4, 16))}}}]"
-            return (*self.common, "cluster.profile=similar", f"cluster.phases={phases}", "run.trace=false")
-        return (*self.common, f"cluster.profile={regime}", "run.trace=false")
+        return (*self.common, *_REGIMES.get(regime, [f"cluster.profile={regime}"]), "run.trace=false")
 
 
 def quadratic(size: str, seeds: int) -> Plan:
@@ -126,3 +151,47 @@ def auto(size: str, seeds: int) -> Plan:
         etas, thresholds, common[0] = [0.04], [2.0], "problem.dim=20"
     grids = {"ringmaster": {"method.eta": etas, "method.threshold": thresholds}, AUTO: {"method.eta": etas}}
     return Plan("auto", size, "gap", tuple(common), grids, (*REGIMES, CHANGE), seeds)
+
+
+_LANGUAGE = ("problem=nanochat", "budget.seconds=null", "method.decay=0.5", "problem.validation_rows=256",
+             "problem.final_tokens=32768", "run.samples=8", "eval.every=1")  # fmt: skip
+_SMALL = ("model.n_layer=1", "model.sequence_len=32", "problem.validation_rows=4", "problem.final_tokens=128",
+          "budget.updates=8", "run.samples=2")  # fmt: skip
+
+
+def radii(size: str, seeds: int) -> Plan:
+    """A radius for every role versus one eta for all, and versus Muon + AdamW with a rate for every role."""
+    etas = [0.01, 0.02, 0.04]
+    grids: dict[str, dict[str, list[float]]] = {
+        ONE_ETA: {"method.eta": [0.005, 0.01, 0.015, 0.02, 0.03, 0.04]},
+        RADII: {
+            "method.eta": etas,
+            "geometry.radius.embedding": [20.0, 60, 180],
+            "geometry.radius.output": [0.15, 0.4],
+            "geometry.radius.scalar": [0.5, 2.0],
+        },
+        BASELINE: {
+            "rate.matrix": etas,
+            "rate.embedding": [0.1, 0.2, 0.4],
+            "rate.output": [0.004, 0.01],
+            "rate.scalar": [0.01, 0.04],
+        },
+    }
+    common = (*_LANGUAGE, "budget.updates=400")
+    if size == "smoke":
+        grids = {name: {key: values[:1] for key, values in grid.items()} for name, grid in grids.items()}
+        common = (*_LANGUAGE, *_SMALL)
+    return Plan("radii", size, "loss", common, grids, ("sequential", "delayed"), seeds)
+
+
+def steps(size: str, seeds: int) -> Plan:
+    """The step size of every method in every geometry, on a language model: what config/steps.py suggests."""
+    etas = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5]
+    later = [25 * eta for eta in etas]  # of the agnostic schedule, which falls with the number of updates
+    methods = ("ringmaster", "rennala", "synchronous", "delay_adaptive", "asynchronous")
+    grids = {"ringmaster_agnostic": {"method.eta": later}, **{name: {"method.eta": etas} for name in methods}}
+    common = (*_LANGUAGE, "budget.updates=200", "cluster.workers=16")
+    if size == "smoke":
+        grids = {name: {"method.eta": grid["method.eta"][3:4]} for name, grid in grids.items()}
+        common = (*_LANGUAGE, *_SMALL, "cluster.workers=3")
+    return Plan("steps", size, "loss", common, grids, GEOMETRIES, seeds)

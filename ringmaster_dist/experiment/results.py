@@ -7,11 +7,12 @@ import math
 import statistics
 from pathlib import Path
 
-from ringmaster_dist.experiment.plan import AUTO, CHANGE
+from ringmaster_dist.experiment.plan import AUTO, BASELINE, CHANGE, GEOMETRIES, ONE_ETA, RADII
 from ringmaster_dist.experiment.runner import Outcome, Result
 
-_COLOURS = {"ringmaster": "C0", "ringmaster_agnostic": "C1", "rennala": "C2", "delay_adaptive": "C3", AUTO: "C4"}
-_REFERENCE = "ringmaster"
+_COLOURS = {"ringmaster": "C0", "ringmaster_agnostic": "C1", "rennala": "C2", "delay_adaptive": "C3", AUTO: "C4",
+            "synchronous": "C5", "asynchronous": "C6", RADII: "C0", ONE_ETA: "C1", BASELINE: "C3"}  # fmt: skip
+_TITLES = {CHANGE: "12 of 16 slow down at 200 s", "sequential": "one worker", "delayed": "8 workers, linear delays"}
 
 
 def write(outcome: Outcome, folder: Path) -> list[Path]:
@@ -45,6 +46,7 @@ def _seconds_to(result: Result, target: float) -> float:
 def summary(outcome: Outcome) -> str:
     """The ranking in each regime, and how long each method takes to what the worst of them reaches."""
     plan = outcome.plan
+    reference = RADII if RADII in plan.grids else "ringmaster"
     lines = [f"# {plan.name} ({plan.size}), winners with {plan.seeds} seeds", ""]
     for regime in plan.regimes:
         finals = {m: statistics.median(r.final for r in _curves(outcome, regime, m)) for m in plan.grids}
@@ -57,15 +59,24 @@ def summary(outcome: Outcome) -> str:
             "",
             f"Best first: {', '.join(ranked)}. Target: {plan.objective} {target:.4g}, what the last of them reaches.",
             "",
-            f"| method | chosen | median final {plan.objective} | seconds to target | x {_REFERENCE} |",
-            "|---|---|---|---|---|",
+            f"| method | chosen | median final {plan.objective} | range | seconds to target | x {reference} |",
+            "|---|---|---|---|---|---|",
         ]
         for method in ranked:
-            chosen = " ".join(word.partition(".")[2] for word in outcome.winners[regime, method].overrides)
-            ratio = times[method] / times[_REFERENCE] if times[_REFERENCE] else math.nan
-            lines.append(f"| {method} | {chosen} | {finals[method]:.4g} | {times[method]:.4g} | {ratio:.2f} |")
+            chosen = " ".join(_short(word) for word in outcome.winners[regime, method].overrides)
+            ratio = times[method] / times[reference] if times[reference] else math.nan
+            ends = [r.final for r in _curves(outcome, regime, method)]
+            lines.append(
+                f"| {method} | {chosen} | {finals[method]:.4g} | {min(ends):.4g} to {max(ends):.4g} | "
+                f"{times[method]:.4g} | {ratio:.2f} |"
+            )
         lines.append("")
     return "\n".join(lines)
+
+
+def _short(word: str) -> str:
+    """``embedding=60`` for ``geometry.radius.embedding=60``."""
+    return word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2]
 
 
 def draw(outcome: Outcome, folder: Path) -> list[Path]:
@@ -85,10 +96,10 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
                 continue
             seconds = np.array([time for time, _ in min(curves, key=len)])
             values = np.array([np.interp(seconds, *zip(*curve, strict=True)) for curve in curves])
-            chosen = ", ".join(word.partition(".")[2] for word in outcome.winners[regime, method].overrides)
+            chosen = ", ".join(_short(word) for word in outcome.winners[regime, method].overrides)
             axis.plot(seconds, np.median(values, axis=0), color=_COLOURS.get(method), label=f"{method} ({chosen})")
             axis.fill_between(seconds, values.min(0), values.max(0), color=_COLOURS.get(method), alpha=0.2, linewidth=0)
-        axis.set_title("12 of 16 slow down at 200 s" if regime == CHANGE else f"{regime} delays")
+        axis.set_title(_TITLES.get(regime, f"geometry={regime}" if regime in GEOMETRIES else f"{regime} delays"))
         axis.set_xlabel("virtual seconds")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6)

@@ -11,12 +11,18 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringmaster_dist.experiment.plan import Job, Plan
+
+if TYPE_CHECKING:
+    from ringmaster_dist.config.schema import Config
+    from ringmaster_dist.problems import Problem
+    from ringmaster_dist.server.core import ServerCore
 
 Progress = Callable[[float, str], None]
 
@@ -84,13 +90,16 @@ def _play(job: Job, objective: str, folder: Path) -> None:
     """In a process of its own."""
     import torch
 
+    from ringmaster_dist.config.build import build_core
     from ringmaster_dist.config.compose import load
     from ringmaster_dist.observe.run_directory import RunDirectory
     from ringmaster_dist.simulation.session import simulate
 
     torch.set_num_threads(1)
+    make_core = partial(_baseline, job.rates) if job.rates else build_core
     with tempfile.TemporaryDirectory() as scratch:
-        summary = simulate(load(job.all_overrides), RunDirectory(scratch, name="experiment"))
+        directory = RunDirectory(scratch, name="experiment")
+        summary = simulate(load(job.all_overrides), directory, make_core=make_core)
         rows = [json.loads(line) for line in Path(scratch, "metrics.jsonl").read_text().splitlines()]
     curve = [(row["time"], row[objective]) for row in rows if objective in row]
     record = {
@@ -102,6 +111,16 @@ def _play(job: Job, objective: str, folder: Path) -> None:
     temporary = folder / f".{job.key}-{os.getpid()}"
     temporary.write_text(json.dumps(record))
     temporary.replace(folder / f"{job.key}.json")
+
+
+def _baseline(rates: Mapping[str, float], config: Config, problem: Problem) -> ServerCore:
+    """A core whose updates are those of torch's optimizers."""
+    from ringmaster_dist.config.build import build_core
+    from ringmaster_dist.experiment.baseline import MuonAdamW
+
+    core = build_core(config, problem)
+    core.update = MuonAdamW(core.update.layout, rates)
+    return core
 
 
 def _read(job: Job, folder: Path) -> Result:

@@ -45,7 +45,7 @@ class ProgressLine:
             self._bar.stop()
 
 
-def print_summary(console: Console, summary: dict[str, Any], first_value: float, directory: Path) -> None:
+def print_summary(console: Console, summary: dict[str, Any], first_value: float | None, directory: Path) -> None:
     """The end of a run in words."""
 
     def say(text: str = "") -> None:
@@ -59,8 +59,13 @@ def print_summary(console: Console, summary: dict[str, Any], first_value: float,
     kind = "simulated" if virtual else "real"
     say()
     say(f"[bold]{summary['method']}[/bold] on {summary['num_workers']} {kind} workers, {summary['profile']} delays")
-    if last_value is not None:
-        say(f"  {meaning}: {first_value:.4g} -> [bold]{last_value:.4g}[/bold]" + _bits(summary))
+    if f"final_{objective}" in summary:
+        first = "?" if first_value is None else f"{first_value:.4g}"
+        last = "not a finite number" if last_value is None else f"{last_value:.4g}"
+        where = f" on {summary['evaluated_on']}" if summary.get("evaluated_on") else ""
+        say(f"  {meaning}: {first} -> [bold]{last}[/bold]{_others(summary, objective)}{where}")
+    if summary.get("diverged"):
+        say("  [bold red]THE RUN HAS DIVERGED[/bold red]: try a smaller method.eta, see docs/choosing.md")
     say(
         f"  {summary['updates']:,} updates in {summary['seconds']:,.1f} {'virtual ' if virtual else ''}seconds"
         + (f" ({summary['wall_seconds']:.1f} s on this machine, {summary['engine']} engine)" if virtual else "")
@@ -83,9 +88,12 @@ def print_summary(console: Console, summary: dict[str, Any], first_value: float,
     say(f"    {', '.join(name for name in _NAMED_FILES if (directory / name).exists())}")
 
 
-def _bits(summary: dict[str, Any]) -> str:
-    bits = summary.get("final_bits_per_byte")
-    return "" if bits is None else f", {bits:.4g} bits per byte"
+def _others(summary: dict[str, Any], objective: str) -> str:
+    """The other numbers of the closing evaluation."""
+    named = {key.removeprefix("final_"): value for key, value in summary.items() if key.startswith("final_")}
+    shown = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in named.items()
+             if name != objective and value is not None]  # fmt: skip
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _wasted(summary: dict[str, Any]) -> str:

@@ -58,7 +58,8 @@ class State:
         self._terms = self._size_of_terms()
         self.version, self.seconds, self.live = 0, 0.0, 0
         self.loss: float | None = None
-        self.evaluation: dict[str, float] = {}
+        self.evaluation: dict[str, float | None] = {}
+        self.diverged = False
         self.workers: dict[int, dict[str, Any]] = {}
         self._recent: list[tuple[float, int]] = []
 
@@ -84,7 +85,8 @@ class State:
         for row in self._metrics.new():
             self.live, self.version = row.get("workers", 0), max(self.version, row["version"])
             self.seconds = max(self.seconds, row["time"])
-            self.evaluation.update({k: v for k, v in row.items() if k in ("gap", "loss", "bits_per_byte")})
+            self.evaluation.update(row.get("evaluation", {}))
+            self.diverged = row.get("diverged", False)
         self._recent = [*self._recent[-20:], (self.seconds, self.version)]
 
     @property
@@ -96,8 +98,11 @@ class State:
         shown = [f"version {self.version:,}", f"{self.updates_per_second:.1f} updates/s"]
         if self.loss is not None:
             shown.append(f"loss {self.loss:.4g}")
-        shown += [f"{'valid ' if name == 'loss' else ''}{name.replace('_', ' ')} {value:.4g}"
+        shown += [f"{'valid ' if name == 'loss' else ''}{name.replace('_', ' ')} "
+                  f"{'not finite' if value is None else format(value, '.4g')}"
                   for name, value in self.evaluation.items()]  # fmt: skip
+        if self.diverged:
+            shown.append("DIVERGES")
         totals = {v: sum(w[v] for w in self.workers.values()) for v in ("accepted", "stale", "invalid")}
         pushes = sum(totals.values())
         if pushes:

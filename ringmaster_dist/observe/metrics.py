@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ringmaster_dist.algorithm.layout import Layout
+from ringmaster_dist.observe.divergence import finite
 from ringmaster_dist.protocol import Push, Receipt, Verdict
 from ringmaster_dist.server.service import Service
 
@@ -81,7 +82,8 @@ class Metrics:
         return {
             "time": seconds,
             "version": core.snapshot.version,
-            **evaluation,
+            **finite(evaluation),
+            **({"evaluation": finite(evaluation)} if evaluation else {}),
             "train_loss": self.train_loss,
             "accepted_loss": self.accepted_loss,
             "accepted": core.accepted,

@@ -56,6 +56,8 @@ class Recording:
     @property
     def state(self) -> str:
         """How the run stands, in words."""
+        if self.summary.get("diverged"):
+            return "ended: diverged"
         if self.summary:
             return "finished" if self.summary.get("ended") == "budget" else str(self.summary.get("ended", "ended"))
         written = [self.directory / name for name in ("trace.jsonl", "metrics.jsonl")]

@@ -113,9 +113,9 @@ class RunDirectory:
         path = self.path / name
         return path.read_text().strip() if path.exists() else ""
 
-    def read_terms(self) -> list[dict[str, Any]]:
-        """The starts of the server so far. A last line that is torn was never served under."""
-        return [json.loads(line) for line in self._whole_lines("terms.jsonl")]
+    def read_rows(self, name: str) -> list[dict[str, Any]]:
+        """A file of lines; a last one that is torn is left out."""
+        return [json.loads(line) for line in self._whole_lines(name)]
 
     def size_of_terms(self) -> int:
         return sum(len(line) for line in self._whole_lines("terms.jsonl"))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringmaster_dist import __version__
+from ringmaster_dist.observe.divergence import finite
 from ringmaster_dist.server.core import ServerCore
 
 _LISTED_WORKERS = 1000  # at most this many, the first ones
@@ -37,7 +38,7 @@ def summarize(
         "stale": core.stale,
         "invalid": core.invalid,
         "interrupted": sum(worker["interrupted"] for worker in workers.values()),
-        **{f"final_{name}": value for name, value in evaluation.items()},
+        **finite({f"final_{name}": value for name, value in evaluation.items()}),
         "gradients_per_second": core.pushes / seconds if seconds else 0.0,
         "updates_per_second": core.version / seconds if seconds else 0.0,
         "wasted_fraction": wasted / (used + wasted) if used + wasted else 0.0,

@@ -94,9 +94,6 @@ def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndar
     if recording.config["method"]["name"] in ("rennala", "synchronous"):
         updates = max(int(last.get("version", 0)), *trace["version"][-1:].tolist(), 0)
     used, wasted = (sum(worker[key] for worker in workers) for key in ("used_seconds", "wasted_seconds"))
-    evaluation: dict[str, float] = {}
-    for row in recording.metrics:
-        evaluation.update({k: row[k] for k in (*curves.OBJECTIVES, "bits_per_byte") if curves.is_number(row.get(k))})
     return {
         "updates": int(summary.get("updates", updates)),
         "seconds": seconds,
@@ -106,8 +103,27 @@ def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndar
         "updates_per_second": updates / seconds if seconds else 0.0,
         "tokens": int(tokens[-1]) if tokens is not None else None,
         "workers": int(summary.get("num_workers", len(workers))),
-        **evaluation,
+        "evaluation": _evaluation(recording),
+        "evaluated_on": _evaluated_on(recording),
+        "diverged": bool(summary.get("diverged", last.get("diverged", False))),
     }
+
+
+def _evaluation(recording: Recording) -> dict[str, float]:
+    """Every number of the last evaluation: the closing one, where the run has ended."""
+    found: dict[str, float] = {}
+    for row in recording.metrics:
+        earlier = {key: row[key] for key in (*curves.OBJECTIVES, "bits_per_byte") if key in row}  # versions before 0.3
+        found.update(row.get("evaluation", earlier))
+    found.update({k.removeprefix("final_"): v for k, v in recording.summary.items() if k.startswith("final_")})
+    return {name: value for name, value in found.items() if curves.is_number(value)}
+
+
+def _evaluated_on(recording: Recording) -> str:
+    """What the last evaluation has looked at, in words."""
+    if recording.summary or recording.config["problem"]["name"] != "nanochat":
+        return str(recording.summary.get("evaluated_on", ""))
+    return f"{recording.config['problem'].get('validation_rows', 0)} validation rows"
 
 
 def _workers(recording: Recording) -> list[dict[str, Any]]:

@@ -34,6 +34,9 @@ def flattened(row: Mapping[str, Any]) -> dict[str, float]:
             values.update({f"{section}/{key}/{name}": number for name, number in value.items()})
         elif value is not None:
             values[f"{section}/{key}"] = value
+    for name, value in row.get("evaluation", {}).items():
+        if name not in _SECTION_OF and value is not None:
+            values[f"progress/{name}"] = value
     for worker, facts in list(row.get("per_worker", {}).items())[:_PLOTTED_WORKERS]:
         for key in ("tau", "share"):
             if facts.get(key) is not None:

@@ -49,3 +49,15 @@ class Problem(Protocol):
     def evaluate(self, iterate: torch.Tensor) -> dict[str, float]:
         """Figures of merit of an iterate."""
         ...
+
+
+def evaluate_at_the_end(problem: Problem, iterate: torch.Tensor) -> dict[str, float]:
+    """The closing evaluation: a problem may look at more data for it than while it trains."""
+    thorough: Callable[[torch.Tensor], dict[str, float]] = getattr(problem, "evaluate_at_the_end", problem.evaluate)
+    return thorough(iterate)
+
+
+def evaluated_on(problem: Problem, *, at_the_end: bool) -> str:
+    """What an evaluation looks at, in words; empty where the problem does not say."""
+    say: Callable[..., str] = getattr(problem, "evaluated_on", lambda at_the_end: "")
+    return say(at_the_end=at_the_end)

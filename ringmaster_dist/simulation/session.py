@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from ringmaster_dist.config.build import build_core, build_problem
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.divergence import Divergence, finite
 from ringmaster_dist.observe.logger import Logger
 from ringmaster_dist.observe.run_directory import RowWriter, RunDirectory, TraceWriter
 from ringmaster_dist.observe.summary import summarize
-from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.protocol import Receipt
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.simulator import Simulator, Stalled
@@ -24,6 +26,8 @@ from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
 
 _MANY_GRADIENTS = 20_000  # from here on the compiled lane saves more than it costs to load
 _ARRIVALS_PER_PROGRESS = 1024
+
+log = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[float, str], None]
 
@@ -42,6 +46,7 @@ class Recorder:
         self._every, self._next_evaluation = config.eval.every, 0
         self._value: dict[str, float] = {}
         self.rows: list[dict[str, Any]] = []
+        self.divergence, self._eta = Divergence(problem.objective), config.method.eta
 
     def arrival(
         self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
@@ -69,12 +74,15 @@ class Recorder:
         row = {
             "time": time,
             "version": core.version,
-            **(self._value if due else {}),
+            **(finite(self._value) | {"evaluation": finite(self._value)} if due and self._value else {}),
             **({"threshold": threshold} if math.isfinite(threshold := core.method.threshold(core.version)) else {}),
             "accepted": core.accepted,
             "stale": core.stale,
             "invalid": core.invalid,
         }
+        if self.divergence.look(self._value if due else {}):
+            log.warning("simulation v=%d: %s", core.version, self.divergence.words(self._eta))
+        row["diverged"] = self.divergence.diverged
         self.rows.append(row)
         self._metrics.write(row)
         self._logger.row(row)
@@ -128,11 +136,12 @@ def simulate(
     progress: ProgressCallback = lambda fraction, text: None,
     should_stop: Callable[[], bool] = lambda: False,
     logger: Logger | None = None,
+    make_core: Callable[[Config, Problem], ServerCore] = build_core,
 ) -> dict[str, Any]:
     """Plays the run, writes its files, returns the summary. ``should_stop`` is asked between two arrivals."""
     began = time.perf_counter()
     problem = build_problem(config)
-    core = build_core(config, problem)
+    core = make_core(config, problem)
     speeds = build_speeds(config)
     engine = choose_engine(config, problem, speeds)
     trace = directory.open_trace() if config.run.trace else None
@@ -153,7 +162,13 @@ def simulate(
         if changes is not None:
             changes.close()
     ended = "stopped by the user" if should_stop() else "budget"
-    summary = _summary(config, problem, core, speeds, simulator, engine, ended, time.perf_counter() - began)
+    at_the_end = ended == "budget"
+    iterate = core.snapshot.iterate
+    evaluation = evaluate_at_the_end(problem, iterate) if at_the_end else problem.evaluate(iterate)
+    recorder.divergence.look(evaluation)
+    summary = _summary(config, evaluation, core, speeds, simulator, engine, ended, time.perf_counter() - began)
+    summary["diverged"] = recorder.divergence.diverged
+    summary["evaluated_on"] = evaluated_on(problem, at_the_end=at_the_end)
     directory.write_summary(summary)
     return {**summary, "initial": recorder.rows[0].get(problem.objective, math.nan)}
 
@@ -184,7 +199,7 @@ def _simulator(
 
 
 def _summary(
-    config: Config, problem: Problem, core: ServerCore, speeds: Speeds, simulator: Simulator, engine: str,
+    config: Config, evaluation: dict[str, float], core: ServerCore, speeds: Speeds, simulator: Simulator, engine: str,
     ended: str, wall_seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
     busy = np.flatnonzero(simulator.used_seconds + simulator.wasted_seconds)
@@ -199,7 +214,7 @@ def _summary(
     }
     return summarize(
         core,
-        problem.evaluate(core.snapshot.iterate),
+        evaluation,
         seconds=simulator.now,
         wall_seconds=wall_seconds,
         workers=workers,

@@ -19,7 +19,7 @@ function choice(names, current, pick) {
 }
 
 function pill(state) {
-  const kind = state === "going on" ? "pill going" : state.startsWith("ended") ? "pill broken" : "pill";
+  const kind = state.startsWith("going on") ? "pill going" : state.startsWith("ended") ? "pill broken" : "pill";
   return element("span", { class: kind }, state);
 }
 
@@ -30,7 +30,7 @@ function heading(data) {
   title.textContent = runs.length === 1 ? first.name : `${runs.length} runs`;
   document.title = title.textContent + " · ringmaster";
   state.replaceChildren();
-  if (runs.length === 1) state.append(pill(first.state), ` ${first.method} on ${first.problem}, ${short(first.totals.workers)} ` +
+  if (runs.length === 1) state.append(pill(first.state + (first.totals.diverged && !first.state.includes("diverged") ? ", diverges" : "")), ` ${first.method} on ${first.problem}, ${short(first.totals.workers)} ` +
     `${first.clock === "virtual" ? "simulated " : ""}workers, ${short(first.totals.seconds, 4)} ${first.clock === "virtual" ? "virtual " : ""}seconds`);
   else state.append(legend(runs.map((run, i) => [`${run.label} (${run.state})`, PALETTE[i % PALETTE.length]])));
   document.getElementById("clock").textContent = runs.every((run) => run.clock === "virtual") ? "virtual seconds" : "seconds";
@@ -46,9 +46,10 @@ function tiles(data) {
     [percent(arrived ? t.accepted / arrived : null), "of gradients accepted"], [short(t.interrupted, 6), "stopped early"],
     [percent(t.wasted_fraction), "of compute wasted"],
   ];
-  if (t.gap !== undefined) entries.unshift([short(t.gap), "objective gap"]);
-  if (t.bits_per_byte !== undefined) entries.unshift([short(t.bits_per_byte, 4), "bits per byte"]);
-  if (t.loss !== undefined) entries.unshift([short(t.loss, 4), "validation loss"]);
+  const names = { gap: "objective gap", loss: "validation loss" };
+  const measured = Object.entries(t.evaluation).map(([name, value]) => [short(value, 4), names[name] || name.replaceAll("_", " ")]);
+  if (t.evaluated_on && measured.length) measured[0][1] += ` on ${t.evaluated_on}`;
+  entries.unshift(...measured);
   if (t.tokens) entries.push([short(t.tokens), "tokens"]);
   for (const [value, text] of entries) box.append(element("div", { class: "tile" }, element("b", {}, value), element("span", {}, text)));
 }

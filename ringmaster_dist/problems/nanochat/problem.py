@@ -26,6 +26,12 @@ def role(name: str, parameter: nn.Parameter) -> str:
     return "output" if name.startswith("lm_head") else "matrix"
 
 
+def spread(count: int, total: int) -> np.ndarray:
+    """``count`` of ``total`` indices, evenly spaced; all of them where there are no more."""
+    count = min(count, total)
+    return np.arange(count) * total // count
+
+
 class NanoChatProblem(ModuleProblem):
     """``batch`` rows per gradient, in micro-batches of at most ``micro_batch``.
 
@@ -42,6 +48,7 @@ class NanoChatProblem(ModuleProblem):
         micro_batch: int | None = None,
         weight: float = 1.0,
         validation_rows: int = 32,
+        final_tokens: int | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
         precision: str = "auto",
@@ -55,7 +62,7 @@ class NanoChatProblem(ModuleProblem):
         self.config, self.rows, self.model = config, rows, model
         self.data_fingerprint = rows.fingerprint
         self._batch, self._micro_batch = batch, micro_batch or batch
-        self.validation_rows = validation_rows
+        self.validation_rows, self._final_tokens = validation_rows, final_tokens
         on_gpu = torch.device(device).type == "cuda"
         model.flex = on_gpu and attention == "auto"  # on a CPU it computes no gradients
         self._precision = _precision(precision, on_gpu)
@@ -89,13 +96,36 @@ class NanoChatProblem(ModuleProblem):
         dtype = DTYPES[self._precision]
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
+    @property
+    def final_rows(self) -> int:
+        """How many validation rows the closing evaluation takes."""
+        whole = len(self.rows.validation)
+        if self._final_tokens is None:
+            return whole
+        return min(whole, max(1, self._final_tokens // self.config.sequence_len))
+
+    def evaluated_on(self, *, at_the_end: bool) -> str:
+        whole = len(self.rows.validation)
+        rows = self.final_rows if at_the_end else min(self.validation_rows, whole)
+        return f"{f'all {whole:,}' if rows == whole else f'{rows:,} of {whole:,}'} validation rows"
+
+    def evaluate_at_the_end(self, iterate: torch.Tensor) -> dict[str, float]:
+        usual, self.validation_rows = self.validation_rows, self.final_rows
+        try:
+            return self.evaluate(iterate)
+        finally:
+            self.validation_rows = usual
+
     def score(self, module: nn.Module, num_rows: int) -> dict[str, float]:
-        """Loss per token and bits per byte on the first validation rows. Special tokens have no bytes: left out."""
+        """Loss per token and bits per byte on rows spread over the validation part.
+
+        Special tokens have no bytes and are left out.
+        """
         sizes = torch.from_numpy(self.rows.token_bytes).to(self.device)
         nats, num_tokens, num_bytes = 0.0, 0, 0
-        for start in range(0, min(num_rows, len(self.rows.validation)), self._batch):
-            stop = min(start + self._batch, num_rows)
-            tokens = self._on_device(self.rows.validation[start:stop])
+        chosen = spread(num_rows, len(self.rows.validation))
+        for start in range(0, len(chosen), self._batch):
+            tokens = self._on_device(self.rows.validation[chosen[start : start + self._batch]])  # (rows, context + 1)
             targets = tokens[:, 1:].clone()
             targets[targets < len(SPECIALS)] = IGNORED
             with self._autocast():

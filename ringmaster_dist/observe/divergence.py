@@ -1,0 +1,61 @@
+"""Notices a run whose loss is not finite, or has risen far above where it began.
+
+What an evaluation says of the objective counts. A problem that does not evaluate is judged by the smoothed loss of its
+gradients, which is noisy: it has to rise further.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_RISE = 0.25  # of an evaluated objective, as a fraction of its first value
+_RISE_OF_TRAINING = 1.0  # of the smoothed loss of gradients
+
+
+class Divergence:
+    """Told every row of measurements in turn; says whether the run diverges now."""
+
+    def __init__(self, objective: str) -> None:
+        self.objective = objective
+        self.value = math.nan  # the newest
+        self.began_at: float | None = None
+        self._evaluates = False
+
+    @property
+    def diverged(self) -> bool:
+        if self.began_at is None:
+            return False
+        allowed = (_RISE if self._evaluates else _RISE_OF_TRAINING) * abs(self.began_at)
+        return not self.value - self.began_at <= allowed  # also where the value is no number
+
+    def look(self, evaluation: Mapping[str, Any], train_loss: float | None = None) -> bool:
+        """Takes note of a row; whether it is the first of a rise, which is to be said aloud."""
+        before = self.diverged
+        if self.objective in evaluation:
+            if not self._evaluates:
+                self._evaluates, self.began_at = True, None
+            self._note(evaluation[self.objective])
+        elif not self._evaluates and train_loss is not None:
+            self._note(train_loss)
+        return self.diverged and not before
+
+    def _note(self, value: float | None) -> None:
+        self.value = math.nan if value is None else float(value)
+        if self.began_at is None and math.isfinite(self.value):
+            self.began_at = self.value
+
+    def words(self, eta: float) -> str:
+        """What has happened and what to try."""
+        now = f"{self.value:.4g}" if math.isfinite(self.value) else "not a finite number"
+        return (
+            f"THE RUN DIVERGES: the {self.objective} is {now}, it began at {self.began_at:.4g}. "
+            f"Try a smaller step, such as method.eta={eta / 4:.2g} (it is {eta:.2g}), or a warm-up, such as "
+            "method.warmup=0.05; docs/choosing.md says more"
+        )
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With null for numbers that JSON does not have."""
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
