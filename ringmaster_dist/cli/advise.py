@@ -30,8 +30,6 @@ run=RUN_DIR answers what would have been had the threshold been another: ringmas
 """
 _ENOUGH = 0.9
 _LISTED_WORKERS = 12
-_SLOWEST_GRADIENTS, _LEAST_GRADIENTS = 60, 4  # the horizon, in gradients of the slowest worker
-_ENOUGH_GRADIENTS = 20_000  # of all of them: more than this tells nothing new
 _OWN = ("times", "file", "run", "thresholds")
 
 
@@ -61,10 +59,9 @@ def _advise(times: Sequence[float], what: str, thresholds: Sequence[int], jitter
     from ringmaster_dist.algorithm.auto import AutoThreshold
     from ringmaster_dist.algorithm.methods import Method, Rennala, Synchronous
     from ringmaster_dist.algorithm.schedules import Constant
-    from ringmaster_dist.simulation.forecast import forecast
+    from ringmaster_dist.simulation.forecast import forecast, horizon_of
 
-    enough = _ENOUGH_GRADIENTS / sum(1.0 / seconds for seconds in times)
-    horizon = max(_LEAST_GRADIENTS * times[-1], min(_SLOWEST_GRADIENTS * times[-1], enough))
+    horizon = horizon_of(times)
     candidates: dict[str, Method] = {
         **{f"ringmaster R={r}": Method(Constant(0.1, 0.1, r)) for r in thresholds},
         "ringmaster R=auto": AutoThreshold(Constant(0.1, 0.05)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -210,7 +209,6 @@ def serve(
     summary |= {"diverged": divergence.diverged, "evaluated_on": evaluated_on(problem, at_the_end=False)}
     directory.write_summary(summary)
     if not stopped:  # the closing evaluation takes longer; who has asked for a stop does not wait for it
-        torch.set_num_threads(os.cpu_count() or 1)  # nobody else computes any more
         evaluation = evaluate_at_the_end(problem, core.snapshot.iterate)
         divergence.look(evaluation)
         summary |= finite({f"final_{name}": value for name, value in evaluation.items()})

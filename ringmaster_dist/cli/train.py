@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ringmaster_dist.cli.dry_run import dry_run
 from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
 from ringmaster_dist.cli.supervisor import local_workers, supervise
@@ -50,6 +51,8 @@ The token is made anew for a run, or taken from RINGMASTER_TOKEN_FILE or RINGMAS
   run.report=false leave out the figures and the page that are drawn at the end
 
   -m          several runs, one after the other: -m method=ringmaster,rennala run.dir=runs/compare
+  --dry-run   build everything, time one gradient and one update, say how many updates per second to expect and what
+              the network will carry, and stop; nothing is written
   --cfg job   print the composed configuration and stop
   --help      this text
 
@@ -69,7 +72,8 @@ Examples
 
 def main(argv: list[str]) -> int:
     multirun = any(word in ("-m", "--multirun") for word in argv)
-    overrides, show = parse([word for word in argv if word not in ("-m", "--multirun")], "train")
+    dry = "--dry-run" in argv
+    overrides, show = parse([word for word in argv if word not in ("-m", "--multirun", "--dry-run")], "train")
     if show == "help":
         print(_HELP)
         print(keys_and_choices("train"))
@@ -79,6 +83,11 @@ def main(argv: list[str]) -> int:
         to_typed(composed, real_time=True)
         print(annotated(composed))
         return 0
+    if dry:
+        config = to_typed(compose(overrides, "train"), real_time=True)
+        if config.problem.name == "nanochat":
+            prepare_data(config)
+        return dry_run(config)
     if multirun:
         return multirun_of(overrides, _run, lambda words: to_typed(compose(words, "train"), real_time=True))
     return _run(overrides)

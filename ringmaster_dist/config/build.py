@@ -38,7 +38,7 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
     """``rows`` per gradient, where that is another number than problem.batch."""
     problem = config.problem
     if problem.name == "quadratic":
-        return Quadratic(problem.dim, problem.noise)
+        return Quadratic(problem.dim, problem.noise, problem.clip)
     if problem.name == "python":
         return _from_python(problem.target or "", {**problem.args, "seed": config.run.seed, "device": device})
 

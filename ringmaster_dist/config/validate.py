@@ -25,6 +25,8 @@ def validate(config: Config, *, real_time: bool = False) -> None:
     _one_of("problem.name", problem.name, ("quadratic", "nanochat", "python"))
     _at_least("problem.dim", problem.dim, 1)
     _at_least("problem.noise", problem.noise, 0)
+    if problem.clip is not None:
+        _above("problem.clip", problem.clip, 0)
     if problem.name == "nanochat":
         _validate_nanochat(config)
     if problem.name == "python" and ":" not in (problem.target or ""):
@@ -105,8 +107,6 @@ def _validate_nanochat(config: Config) -> None:
         _at_least("problem.final_tokens", problem.final_tokens, 1)
     if problem.micro_batch is not None and problem.batch % max(1, problem.micro_batch):
         raise UserError(f"problem.micro_batch={problem.micro_batch}: must divide problem.batch={problem.batch}")
-    if problem.clip is not None:
-        _above("problem.clip", problem.clip, 0)
     _one_of("problem.precision", problem.precision, ("auto", "float32", "bfloat16", "float16"))
     _one_of("problem.attention", problem.attention, ("auto", "sdpa"))
     for name in ("n_layer", "n_head", "n_kv_head", "sequence_len"):

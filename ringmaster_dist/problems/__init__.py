@@ -17,6 +17,11 @@ def never() -> bool:
     return False
 
 
+def clip_factor(length: float, longest: float) -> float:
+    """What a gradient of this length is multiplied by, so that it is no longer than ``longest``."""
+    return min(1.0, longest / (length + 1e-6))
+
+
 class Interrupted(Exception):
     """The gradient was not wanted any more; what was done for it is thrown away."""
 

@@ -15,7 +15,7 @@ import torch
 
 from ringmaster_dist import randomness
 from ringmaster_dist.algorithm.layout import Layout, Parameter
-from ringmaster_dist.problems import Stop, never
+from ringmaster_dist.problems import Stop, clip_factor, never
 
 _STENCIL = np.array([-0.25, 0.5, -0.25])
 
@@ -25,8 +25,9 @@ class Quadratic:
     quick_to_evaluate = True
     dtype = torch.float64
 
-    def __init__(self, dim: int = 1729, noise: float = 0.01) -> None:
+    def __init__(self, dim: int = 1729, noise: float = 0.01, clip: float | None = None) -> None:
         self.dim = dim
+        self.clip = clip  # longest gradient
         self.noise = noise
         self.parameters: Sequence[Parameter] = [Parameter("x", (dim,), "matrix")]
         # A x = b is solved by the straight line from -1 at index -1 to 0 at index d.
@@ -51,6 +52,8 @@ class Quadratic:
         if self.noise:
             key = randomness.worker_key(seed, randomness.STREAM_NOISE, worker_id)
             slope += self.noise * randomness.normal(key, sequence)
+        if self.clip is not None:
+            slope *= clip_factor(math.sqrt(float(np.add.reduce(slope * slope))), self.clip)
         return torch.from_numpy(slope), loss
 
     @staticmethod

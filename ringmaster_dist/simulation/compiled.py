@@ -32,8 +32,8 @@ _ORACLES = {"none": kernels.PLAIN, "euclidean": kernels.NORMALIZED, "row": kerne
 
 
 def supports(problem: Problem, speeds: Speeds) -> bool:
-    """Whether the lane can play this: a quadratic, at speeds that do not change."""
-    return isinstance(problem, Quadratic) and speeds.rates is None
+    """Whether the lane can play this: a quadratic whose gradients are not clipped, at speeds that do not change."""
+    return isinstance(problem, Quadratic) and problem.clip is None and speeds.rates is None
 
 
 class CompiledSimulator:

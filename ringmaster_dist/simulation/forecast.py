@@ -16,6 +16,15 @@ from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.simulator import Simulator
 from ringmaster_dist.simulation.speeds import Speeds
 
+_SLOWEST_GRADIENTS, _LEAST_GRADIENTS = 60, 4  # a horizon, in gradients of the slowest worker
+_ENOUGH_GRADIENTS = 20_000  # of all of them: more than this tells nothing new
+
+
+def horizon_of(times: Sequence[float]) -> float:
+    """How many virtual seconds say enough of workers with these seconds per gradient."""
+    slowest, enough = max(times), _ENOUGH_GRADIENTS / sum(1.0 / seconds for seconds in times)
+    return max(_LEAST_GRADIENTS * slowest, min(_SLOWEST_GRADIENTS * slowest, enough))
+
 
 class Forecast(NamedTuple):
     updates_per_second: float

@@ -121,7 +121,7 @@ def choose_engine(config: Config, problem: Problem, speeds: Speeds) -> str:
         if engine == "compiled":
             raise UserError(
                 "simulation.engine=compiled plays the quadratic at speeds and thresholds that do not change; "
-                "remove cluster.phases and method.threshold=auto, or use simulation.engine=core"
+                "remove cluster.phases, problem.clip and method.threshold=auto, or use simulation.engine=core"
             )
         return "core"
     seconds = config.budget.seconds or math.inf

@@ -1,0 +1,104 @@
+"""``ringmaster train --dry-run``: builds everything, times one gradient and one update, says what to expect."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+from ringmaster_dist.config.profile_file import cluster_seconds
+from ringmaster_dist.config.schema import Config
+
+_LONGEST_SECONDS, _MOST_REPEATS = 5.0, 5  # of one measurement, after a first time that is not counted
+
+
+def dry_run(config: Config) -> int:
+    import torch
+
+    from ringmaster_dist.cli.supervisor import local_workers
+    from ringmaster_dist.config.build import build_core, build_method, build_problem, build_wire, rows_of
+    from ringmaster_dist.simulation.forecast import forecast, horizon_of
+    from ringmaster_dist.worker.job import device_of
+
+    seed, cluster, budget = config.run.seed, config.cluster, config.budget
+    device = device_of(0)
+    problem = build_problem(config, device, rows_of(config, 0))
+    core = build_core(config, problem)
+    size, iterate = core.update.layout.size, core.snapshot.iterate
+    roles = sorted({parameter.role for parameter in problem.parameters})
+    print(f"problem: {config.problem.name}, {size:,} parameters ({', '.join(roles)}), method.eta={config.method.eta:g}")
+
+    torch.set_num_threads(cluster.threads)
+    gradient_seconds = _seconds(lambda repeat: problem.gradient(iterate, seed, 0, repeat))
+    gradient = problem.gradient(iterate, seed, 0, 0)[0].to(core.gradient_dtype)
+    torch.set_num_threads(config.server.compute_threads)
+    spare = torch.empty_like(iterate)
+    update_seconds = _seconds(
+        lambda repeat: core.update.apply(iterate, core.momentum, gradient, eta=1e-12, alpha=0.05, out=spare)
+    )
+    began = time.perf_counter()
+    evaluation = problem.evaluate(iterate)
+    evaluation_seconds = time.perf_counter() - began
+    print(f"one gradient: {_duration(gradient_seconds)} on {device}; one update: {_duration(update_seconds)}")
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.items())
+    often = "with every row" if problem.quick_to_evaluate else f"after every {config.eval.every} updates"
+    print(
+        f"one evaluation: {_duration(evaluation_seconds)}, {often}" + (f" ({shown} at the beginning)" if shown else "")
+    )
+
+    # Workers of this machine that compute on its CPU share the cores.
+    paces = cluster_seconds(cluster, cluster.workers) if cluster.profile != "none" else [0.0] * cluster.workers
+    wanted = [max(pace, gradient_seconds) for pace in paces]
+    demand = cluster.threads * sum(gradient_seconds / seconds for seconds in wanted[: local_workers(config)])
+    crowding = max(1.0, demand / (os.cpu_count() or 1)) if device == "cpu" else 1.0
+    times = [max(float(pace), gradient_seconds * crowding) for pace in paces]
+    played = forecast(
+        times, build_method(config), jitter=cluster.jitter if cluster.profile != "none" else 0.0,
+        interrupt=config.method.interrupt, horizon_seconds=horizon_of(times), seed=seed,
+    )  # fmt: skip
+    rate = min(played.updates_per_second, 1.0 / update_seconds)
+    limit = "the server's arithmetic" if rate < played.updates_per_second else "the workers"
+    print(
+        f"{cluster.workers} workers at {min(times):.3g} to {max(times):.3g} s per gradient: about {rate:.3g} updates "
+        f"per second (limited by {limit}); {played.wasted_fraction:.0%} of their compute will not be used"
+    )
+    if played.starving:
+        print(
+            f"  nothing of {len(played.starving)} workers would be accepted: raise method.threshold or give them less"
+        )
+    wire = build_wire(config)
+    up = size * (wire.gradient_dtype or core.update.dtype).itemsize
+    down = size * (wire.iterate_dtype or core.update.dtype).itemsize
+    per_second = min(played.gradients_per_second, 1.0 / update_seconds)
+    print(
+        f"network: {_bytes(up)} up and {_bytes(down)} down per gradient; "
+        f"{_bytes(up * per_second)} and {_bytes(down * per_second)} per second at the server"
+    )
+    ends = [budget.updates / rate] if budget.updates and rate else []
+    ends += [budget.seconds] if budget.seconds else []
+    print(f"budget: used up after about {min(ends):,.0f} s" if ends else "budget: no update would be made")
+    return 0
+
+
+def _seconds(work: Callable[[int], object]) -> float:
+    """Of one call: the median of a few, without the first."""
+    work(0)
+    taken: list[float] = []
+    while len(taken) < _MOST_REPEATS and sum(taken) < _LONGEST_SECONDS:
+        began = time.perf_counter()
+        work(1 + len(taken))
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
