@@ -28,9 +28,9 @@ the same budget, runs the winners with several seeds, and writes the tables (tun
   auto       size=full    method.threshold=auto beside the best fixed threshold, also where speeds change in mid-run
              size=smoke   the same in small
   radii      size=full    a radius for every role versus one eta, and versus torch.optim.Muon with AdamW, on the tiny
-                          model: one worker, and eight unequal ones, 400 updates each; about an hour on one core
+                          model: one worker, and eight unequal ones, 400 updates each; half an hour on two cores
              size=smoke   the same in small
-  steps      size=full    the step size of every method in every geometry on the tiny model: what method.eta=null means
+  steps      size=full    the step size by method and geometry on the tiny model: what method.eta=null means
              size=smoke   the same in small
 
   regimes=linear,similar   only these
