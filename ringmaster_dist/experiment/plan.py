@@ -189,7 +189,7 @@ def steps(size: str, seeds: int) -> Plan:
 
     The methods that average (rennala, synchronous) are left out: they take the step of ringmaster.
     """
-    etas = [0.003, 0.01, 0.03, 0.1, 0.3]
+    etas = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0]
     later = [25 * eta for eta in etas]  # of the agnostic schedule, which falls with the number of updates
     methods = ("ringmaster", "delay_adaptive", "asynchronous")
     grids = {"ringmaster_agnostic": {"method.eta": later}, **{name: {"method.eta": etas} for name in methods}}

@@ -22,7 +22,7 @@ from ringmaster_dist.observe.divergence import finite
 from ringmaster_dist.protocol import Push, Receipt, Verdict
 from ringmaster_dist.server.service import Service
 
-_SMOOTHING = 0.05  # weight of the newest loss in the smoothed one
+SMOOTHING = 0.05  # weight of the newest loss in the smoothed one
 _LISTED_WORKERS = 64  # in a row
 _LISTED_DELAYS = 64  # single ones in a histogram; those above are counted as this
 _REMEMBERED_UPDATES = 1 << 15
@@ -65,7 +65,7 @@ class Metrics:
             self._last_accepted = seconds
             if math.isfinite(push.loss):
                 before = push.loss if self.train_loss is None else self.train_loss
-                self.train_loss = before + _SMOOTHING * (push.loss - before)
+                self.train_loss = before + SMOOTHING * (push.loss - before)
                 self.accepted_loss = push.loss
             if self._gradient is None:
                 self._gradient = push.gradient

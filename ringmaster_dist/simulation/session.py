@@ -16,6 +16,7 @@ from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.divergence import Divergence, finite
 from ringmaster_dist.observe.logger import Logger
+from ringmaster_dist.observe.metrics import SMOOTHING
 from ringmaster_dist.observe.run_directory import RowWriter, RunDirectory, TraceWriter
 from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
@@ -43,6 +44,7 @@ class Recorder:
         self._core, self._problem, self._budget = core, problem, config.budget
         self._metrics, self._changes, self._trace, self._progress = metrics, changes, trace, progress
         self._arrivals = 0
+        self._train_loss: float | None = None  # smoothed
         self._every, self._next_evaluation = config.eval.every, 0
         self._value: dict[str, float] = {}
         self.rows: list[dict[str, Any]] = []
@@ -53,6 +55,9 @@ class Recorder:
         loss: float | None, compute_seconds: float,
     ) -> None:  # fmt: skip
         self._note_changes(time)
+        if loss is not None:
+            before = loss if self._train_loss is None else self._train_loss
+            self._train_loss = before + SMOOTHING * (loss - before)
         if self._trace is not None:
             self._trace.arrival(time, worker, sequence, gradient_version, receipt, loss, compute_seconds)
         self._arrivals += 1
@@ -80,7 +85,7 @@ class Recorder:
             "stale": core.stale,
             "invalid": core.invalid,
         }
-        if self.divergence.look(self._value if due else {}):
+        if self.divergence.look(self._value if due else {}, self._train_loss):
             log.warning("simulation v=%d: %s", core.version, self.divergence.words(self._eta))
         row["diverged"] = self.divergence.diverged
         self.rows.append(row)

@@ -239,7 +239,7 @@ def test_your_own_model_as_the_readme_says(tmp_path):
 def test_nanochat_from_training_to_text(tmp_path):
     """The main job, shortened: trained over RPC, replayed to the same bits, evaluated, sampled, exported, loaded."""
     run = tmp_path / "run"
-    short = ["budget.updates=160", "cluster.unit_seconds=0.05", "method.decay_updates=0", f"run.dir={run}"]
+    short = ["budget.updates=160", "cluster.unit_seconds=0.05", "method.decay=0", f"run.dir={run}"]
     short.append("cluster.batch=[4,2]")
     trained = ringmaster("train", "experiment=nanochat_local", *short)
     assert trained.returncode == 0, trained.stderr

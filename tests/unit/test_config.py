@@ -8,7 +8,7 @@ from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Sy
 from ringmaster_dist.algorithm.schedules import Constant, Ramped
 from ringmaster_dist.config import validate as checks
 from ringmaster_dist.config.build import build_core, build_method, build_model_config, build_problem
-from ringmaster_dist.config.compose import compose, expand, groups, load
+from ringmaster_dist.config.compose import compose, expand, from_yaml, groups, load
 from ringmaster_dist.config.describe import annotated, comments
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.problems.quadratic import Quadratic
@@ -118,7 +118,16 @@ def test_printed_configuration_loads_back():
         (["geometry.orthogonalization=qr"], ["qr", "polar_express"]),
         (["cluster.times=[1,2]"], ["cluster.profile=file"]),
         (["geometry.precision=float16"], ["geometry.precision", "bfloat16"]),
-        (["method.decay_updates=5"], ["method.decay_updates=5", "not set"]),
+        (["method.decay_updates=5"], ["method.decay_updates=5", "method.decay", "fraction"]),
+        (["method.warmup_updates=5"], ["method.warmup_updates=5", "method.warmup", "fraction"]),
+        (["method.decay=0.5"], ["method.decay=0.5", "budget.updates"]),
+        (["method.decay=1.5", "budget.updates=9"], ["method.decay=1.5", "between 0 and 1"]),
+        (["method.decay=0.8", "method.warmup=0.3", "budget.updates=9"], ["method.decay=0.8", "method.warmup=0.3"]),
+        (["geometry.radius.output=0"], ["geometry.radius.output=0", "above 0"]),
+        (["geometry.radius.outputs=1"], ["geometry.radius.outputs", "output"]),
+        (["geometry.weight_decay.scalar=-1"], ["geometry.weight_decay.scalar=-1"]),
+        (["problem.clip=0"], ["problem.clip=0"]),
+        (["problem=nanochat", "problem.final_tokens=0"], ["problem.final_tokens=0"]),
         (["method.schedule=theory"], ["theory", "budget.updates"]),
         (["method.schedule=theory", "budget.updates=9"], ["method.constants.smoothness"]),
         (["method=ringmaster_agnostic", "method.smoothness=known"], ["method.l1"]),
@@ -157,10 +166,47 @@ def test_theory_and_ramps_are_built():
     schedule = build_method(load(["method.schedule=theory", "budget.updates=400", *constants])).schedule
     assert isinstance(schedule, Constant)
     assert schedule.threshold_value == 3
-    ramp = build_method(load(["method.warmup_updates=4", "method.decay_updates=10", "budget.updates=20"])).schedule
+    ramp = build_method(load(["method.warmup=0.2", "method.decay=0.5", "budget.updates=20"])).schedule
     assert isinstance(ramp, Ramped)
     assert ramp.eta(0) == pytest.approx(0.2 / 5)
     assert ramp.eta(19) == pytest.approx(0.0)
+
+
+def test_a_step_size_is_suggested_and_shown():
+    """By problem, geometry and method; what is given counts."""
+    assert load([]).method.eta == 0.2
+    assert load(["method=delay_adaptive"]).method.eta == 0.008
+    assert load(["method=ringmaster_agnostic"]).method.eta == 5.0
+    assert load(["problem=nanochat", "geometry=scion"]).method.eta < 0.1
+    assert load(["problem=nanochat", "method.eta=0.7"]).method.eta == 0.7
+    assert "  eta: 0.2 " in annotated(compose([]))
+    for geometry in groups()["geometry"]:
+        for method in groups()["method"]:
+            for problem in ("quadratic", "nanochat"):
+                assert load([f"geometry={geometry}", f"method={method}", f"problem={problem}"]).method.eta > 0
+
+
+def test_a_configuration_of_an_earlier_version_is_understood():
+    text = annotated(compose(["budget.updates=40", "geometry=scion"], "train"))
+    kept = [line for line in text.splitlines() if not line.startswith(("  warmup:", "  decay:"))]
+    start = kept.index(next(line for line in kept if line.startswith("  radius:")))
+    del kept[start : start + 10]  # radii and decays of the roles
+    place = kept.index(next(line for line in kept if line.startswith("  final_eta_fraction")))
+    old = from_yaml("\n".join([*kept[:place], "  warmup_updates: 4", "  decay_updates: 10", *kept[place:]]))
+    ramp = build_method(old).schedule
+    assert (ramp.warmup, ramp.decay, ramp.total) == (4, 10, 40)
+    blocks = build_core(old, build_problem(old)).update.layout.blocks
+    assert {(block.radius, block.weight_decay) for block in blocks} == {(1.0, 0.0)}
+
+
+def test_weight_decay_by_role_stands_before_that_of_the_method():
+    overrides = ["problem=nanochat", "method.weight_decay=0.1", "geometry.weight_decay.embedding=0", "geometry=scion"]
+    config = load(overrides)
+    layout = build_core(config, build_problem(config)).update.layout
+    assert {(block.geometry, block.weight_decay) for block in layout.blocks} == {
+        ("row", 0.0), ("spectral", 0.1), ("sign", 0.1),
+    }  # fmt: skip
+    assert {block.radius for block in layout.blocks if block.geometry == "row"} == {config.geometry.radius.embedding}
 
 
 def test_multirun_expands():

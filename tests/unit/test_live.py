@@ -71,5 +71,5 @@ def test_a_terminal_of_20_columns_breaks_nothing(tmp_path):
                "interrupted": 0, "wasted_fraction": 0.0, "synchronous_updates": 0, "per_worker": {"0": worker},
                "per_worker_omitted": 0}  # fmt: skip
     print_summary(console, summary, 2.0, tmp_path)
-    assert "0.5 bits per byte" in screen.getvalue()
+    assert "bits per byte 0.5" in screen.getvalue()
     assert "trace.jsonl" in screen.getvalue()

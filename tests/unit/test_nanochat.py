@@ -409,7 +409,23 @@ def test_a_gradient_is_interrupted_between_layers_on_both_ways(problem):
 def test_bits_per_byte_counts_bytes_of_what_is_not_special(problem):
     found = problem.evaluate(problem.initial(0))
     assert found["loss"] == pytest.approx(math.log(300), abs=0.05)
-    targets = problem.rows.validation[:8, 1:]
+    chosen = [i * len(problem.rows.validation) // 8 for i in range(8)]  # spread over all of them
+    assert chosen[-1] > 8
+    targets = problem.rows.validation[chosen, 1:]
     counted = targets[targets >= len(SPECIALS)]
     num_bytes = problem.rows.token_bytes[counted].sum()
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * counted.size / (math.log(2) * num_bytes))
+
+
+def test_the_closing_evaluation_looks_at_the_whole_part_or_at_rows_spread_over_it(problem):
+    whole, context = len(problem.rows.validation), SMALL.sequence_len
+    thorough = made(problem, validation_rows=2)
+    assert thorough.evaluated_on(at_the_end=True) == f"all {whole} validation rows"
+    assert thorough.evaluated_on(at_the_end=False) == f"2 of {whole} validation rows"
+    iterate = problem.initial(0)
+    everything = made(problem, validation_rows=whole).evaluate(iterate)
+    assert thorough.evaluate_at_the_end(iterate) == everything
+    assert thorough.evaluate(iterate) != everything
+    some = made(problem, validation_rows=2, final_tokens=5 * context)
+    assert some.evaluated_on(at_the_end=True) == f"5 of {whole} validation rows"
+    assert some.evaluate_at_the_end(iterate) == made(problem, validation_rows=5).evaluate(iterate)

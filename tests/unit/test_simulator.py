@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Norm
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, agnostic
 from ringmaster_dist.algorithm.update import Update
@@ -49,8 +49,9 @@ class Events:
         self.samples.append(time)
 
 
-def make_core(method, problem, geometry="muon"):
-    layout = Layout(problem.parameters, GEOMETRY_MAPS[geometry])
+def make_core(method, problem, geometry="muon", radius=1.0, weight_decay=0.0):
+    norm = Norm(GEOMETRY_MAPS[geometry]["matrix"], radius, weight_decay)
+    layout = Layout(problem.parameters, {"matrix": norm})
     return ServerCore(problem.initial(0), method, Update(layout, dtype=problem.dtype))
 
 
@@ -112,7 +113,7 @@ def test_compiled_lane_is_the_core(method, workers, interrupt, profile, jitter, 
     results = []
     for kind in (Simulator, CompiledSimulator):
         problem = Quadratic(30, 0.01)
-        core, events = make_core(MAKERS[method](), problem, geometry), Events()
+        core, events = make_core(MAKERS[method](), problem, geometry, radius=0.7, weight_decay=0.1), Events()
         speeds = Speeds(base_seconds(profile, workers, 1.0), jitter=jitter, seed=3)
         simulator = kind(core, problem, speeds, seed=3, interrupt=interrupt, observer=events, sample_seconds=2.5)
         simulator.run(seconds=20)

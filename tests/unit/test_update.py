@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringmaster_dist.algorithm.geometry import reference_lmo
-from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES, Layout, Norm, Parameter
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.bench.update import paper_parameters
 
@@ -22,15 +22,17 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+PLAIN = dict.fromkeys(ROLES, (1.0, 0.0))
+UNEQUAL = {"matrix": (1.0, 0.1), "embedding": (50.0, 0.0), "output": (0.2, 0.3), "scalar": (0.5, 0.0)}
+
+
+@pytest.mark.parametrize("radius_and_decay", [PLAIN, dict.fromkeys(ROLES, (1.0, 0.1)), UNEQUAL])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("geometry", GEOMETRY_MAPS)
-def test_equals_a_loop_over_parameters(geometry, nesterov, weight_decay):
+def test_equals_a_loop_over_parameters(geometry, nesterov, radius_and_decay):
     roles = GEOMETRY_MAPS[geometry]
-    layout = Layout(PARAMETERS, roles)
-    update = Update(
-        layout, dtype=torch.float64, nesterov=nesterov, weight_decay=weight_decay, orthogonalization="exact"
-    )
+    layout = Layout(PARAMETERS, {role: Norm(roles[role], *radius_and_decay[role]) for role in ROLES})
+    update = Update(layout, dtype=torch.float64, nesterov=nesterov, orthogonalization="exact")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(layout.size, dtype=torch.float64, generator=generator)
     m = torch.zeros_like(x)
@@ -43,7 +45,8 @@ def test_equals_a_loop_over_parameters(geometry, nesterov, weight_decay):
             plain_m[name] = (1 - alpha) * plain_m[name] + alpha * gradient
             u = (1 - alpha) * plain_m[name] + alpha * gradient if nesterov else plain_m[name]
             step = reference_lmo(u.view(parameter.matrix_shape), roles[parameter.role]).view(parameter.shape)
-            plain_x[name] = (1 - eta * weight_decay) * plain_x[name] + eta * step
+            radius, decay = radius_and_decay[parameter.role]
+            plain_x[name] = (1 - eta * decay) * plain_x[name] + eta * radius * step
         out = torch.empty_like(x)
         update.apply(x, m, g, eta=eta, alpha=alpha, out=out)
         x = out
@@ -53,15 +56,46 @@ def test_equals_a_loop_over_parameters(geometry, nesterov, weight_decay):
         torch.testing.assert_close(view, plain_m[name], rtol=1e-12, atol=1e-12)
 
 
+def test_a_step_is_as_long_as_its_radius_in_its_norm():
+    """The oracle of ``max |x_b| / radius_b``: every block moves to the edge of its own ball."""
+    norms = {role: Norm(GEOMETRY_MAPS["scion"][role], UNEQUAL[role][0]) for role in ROLES}
+    layout = Layout(PARAMETERS, norms)
+    x, m, g = torch.zeros(3, layout.size, dtype=torch.float64)
+    g.copy_(torch.randn(layout.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    Update(layout, dtype=torch.float64, orthogonalization="exact").apply(x, m, g, eta=0.1, alpha=1.0, out=x)
+    moved = layout.views(x)
+    torch.testing.assert_close(moved["wte"].norm(dim=1), torch.full((11,), 0.1 * 50, dtype=torch.float64))
+    torch.testing.assert_close(moved["head"].abs(), torch.full((11, 4), 0.1 * 0.2, dtype=torch.float64))
+    torch.testing.assert_close(moved["lambdas"].abs(), torch.full((6,), 0.1 * 0.5, dtype=torch.float64))
+    assert float(torch.linalg.matrix_norm(moved["a.q"], 2)) == pytest.approx(0.1)
+    assert float((g * x).sum()) < 0
+
+
+def test_radii_of_one_change_no_bit_and_other_radii_the_fingerprint():
+    named, radii = GEOMETRY_MAPS["scion"], [0.5, 2.0]
+    plain, spelled = Layout(PARAMETERS, named), Layout(PARAMETERS, {r: Norm(named[r], 1.0) for r in ROLES})
+    assert plain.offsets == spelled.offsets
+    assert plain.fingerprint == spelled.fingerprint
+    x, g = torch.randn(2, plain.size)
+    results = []
+    for layout in (plain, spelled):
+        out = torch.empty_like(x)
+        Update(layout).apply(x, torch.zeros_like(x), g, eta=0.1, alpha=0.05, out=out)
+        results.append(out)
+    assert torch.equal(*results)
+    others = [Layout(PARAMETERS, {r: Norm(named[r], radius) for r in ROLES}).fingerprint for radius in radii]
+    assert len({plain.fingerprint, *others}) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_deterministic_and_in_place(dtype):
-    layout = Layout(PARAMETERS, GEOMETRY_MAPS["muon"])
+    layout = Layout(PARAMETERS, {role: Norm(name, 1.0, 0.1) for role, name in GEOMETRY_MAPS["muon"].items()})
     x, g = torch.randn(2, layout.size, dtype=dtype)
     results = []
     for in_place in (False, True, False):
         own, m = x.clone(), torch.zeros_like(x)
         out = own if in_place else torch.empty_like(x)
-        Update(layout, dtype=dtype, weight_decay=0.1).apply(own, m, g, eta=0.1, alpha=0.05, out=out)
+        Update(layout, dtype=dtype).apply(own, m, g, eta=0.1, alpha=0.05, out=out)
         results.append((out, m))
         assert in_place or torch.equal(own, x)
     assert torch.equal(results[0][0], results[2][0])
@@ -123,6 +157,7 @@ def test_layout_order_views_and_fingerprint():
     ("parameters", "geometry", "message"),
     [
         ([Parameter("a", (2,)), Parameter("a", (3,))], GEOMETRY_MAPS["muon"], "repeat"),
+        ([], GEOMETRY_MAPS["muon"], "no parameters"),
         ([Parameter("a", (2, 0))], GEOMETRY_MAPS["muon"], "empty"),
         ([Parameter("a", (2,), "bias")], GEOMETRY_MAPS["muon"], "role"),
         ([Parameter("a", (2,))], {"matrix": "nuclear"}, "nuclear"),

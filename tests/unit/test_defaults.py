@@ -1,0 +1,51 @@
+"""Whoever names no step size gets one that trains: every method, on every kind of problem."""
+
+import pytest
+import torch
+from torch import nn
+
+from ringmaster_dist.config.compose import groups, load
+from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.problems.module import ModuleProblem
+from ringmaster_dist.simulation.session import simulate
+
+PROBLEMS = {
+    "quadratic": ["problem=quadratic", "budget.updates=400"],
+    "nanochat": ["problem=nanochat", "problem.validation_rows=16", "problem.final_tokens=2048", "budget.updates=15"],
+    "cnn": ["problem=python", "problem.target=tests.unit.test_defaults:cnn", "budget.updates=100"],
+}
+
+
+def cnn(seed, device):
+    """Two classes of 6 x 6 pictures: which half is brighter."""
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1),
+                           nn.Linear(8 * 16, 2))  # fmt: skip
+
+    def pictures(key, count):
+        generator = torch.Generator().manual_seed(key)
+        labels = torch.randint(2, (count,), generator=generator)
+        x = torch.randn(count, 1, 6, 6, generator=generator)
+        x[:, :, :3] += (2.0 * labels - 1.0)[:, None, None, None]
+        return x, labels
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return ModuleProblem(
+        module,
+        lambda seed, worker, sequence: [pictures(1 + 1000 * worker + sequence, 16)],
+        loss,
+        evaluate=lambda model: {"loss": float(loss(model, pictures(0, 128)))},
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("method", groups()["method"])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_default_step_ends_below_where_it_began(problem, method, tmp_path):
+    words = [f"method={method}", *PROBLEMS[problem], "cluster.workers=4", "budget.seconds=null", "run.trace=false"]
+    summary = simulate(load(words), RunDirectory(str(tmp_path / "run"), name="x"))
+    final = summary.get("final_gap", summary.get("final_loss"))
+    assert final < 0.99 * summary["initial"]
+    assert summary["diverged"] is False

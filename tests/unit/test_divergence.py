@@ -1,0 +1,53 @@
+"""A run that diverges is seen: by what it evaluates, else by its training loss."""
+
+import math
+
+import pytest
+
+from ringmaster_dist.observe.divergence import Divergence, finite
+
+
+@pytest.mark.parametrize(
+    ("values", "diverges"),
+    [
+        ([1.0, 0.5, 1.2], False),
+        ([1.0, 0.5, 1.3], True),
+        ([1.0, 1.3, 0.9], False),  # it has come back
+        ([-2.0, -3.0, -1.6], False),
+        ([-2.0, -3.0, -1.4], True),
+        ([1.0, math.nan], True),
+        ([1.0, math.inf], True),
+        ([1.0, None], True),  # as it is written to a file
+        ([0.78, 1.138], True),
+        ([], False),
+    ],
+)
+def test_by_the_objective(values, diverges):
+    divergence = Divergence("loss")
+    for value in values:
+        divergence.look({"loss": value}, train_loss=99.0)
+    assert divergence.diverged is diverges
+
+
+def test_it_is_said_once_for_every_rise():
+    divergence = Divergence("gap")
+    said = [divergence.look({"gap": value}) for value in (1.0, 2.0, 3.0, 0.5, 2.0)]
+    assert said == [False, True, False, False, True]
+    assert "it began at 1" in divergence.words(0.2)
+    assert "method.eta=0.05" in divergence.words(0.2)
+
+
+def test_a_problem_that_does_not_evaluate_is_judged_by_its_training_loss():
+    divergence = Divergence("loss")
+    for value in (1.0, 1.9):
+        divergence.look({}, value)
+    assert not divergence.diverged
+    assert divergence.look({}, 2.1)
+    divergence.look({"accuracy": 0.5}, 0.9)
+    assert not divergence.diverged
+
+
+def test_what_is_written_is_json():
+    assert finite({"loss": math.nan, "gap": math.inf, "other": 1.5, "count": 3}) == {
+        "loss": None, "gap": None, "other": 1.5, "count": 3,
+    }  # fmt: skip
