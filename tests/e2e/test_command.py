@@ -247,11 +247,14 @@ def test_nanochat_from_training_to_text(tmp_path):
     summary = json.loads((run / "summary.json").read_text())
     assert summary["final_loss"] < 6.3  # guessing is ln(1024) = 6.93
     assert "the same bits" in ringmaster("replay", str(run)).stdout
-    evaluated = ringmaster("eval", str(run), "--rows", "32")
-    assert f"loss {summary['final_loss']:.4f}" in evaluated.stdout, evaluated.stderr
+    evaluated = ringmaster("eval", str(run))
+    (told,) = re.findall(r"loss (\S+)", evaluated.stdout)
+    assert float(told) == pytest.approx(summary["final_loss"], abs=1e-4), evaluated.stderr
+    assert f"-> {summary['final_loss']:.4g}" in trained.stdout  # the closing line says the same
+    assert f"on {summary['evaluated_on']}" in trained.stdout
     weights = tmp_path / "weights.safetensors"
     assert ringmaster("export", str(run), str(weights)).returncode == 0
-    assert f"loss {summary['final_loss']:.4f}" in ringmaster("eval", str(weights), "--rows", "32").stdout
+    assert ringmaster("eval", str(weights)).stdout.partition(":")[2] == evaluated.stdout.partition(":")[2]
     texts = [
         ringmaster("sample", str(place), "--prompt", "import ", "--tokens", "20").stdout for place in (run, weights)
     ]
@@ -307,11 +310,51 @@ def test_advice_is_given():
     assert "advice: method=ringmaster method.threshold=" in done.stdout
 
 
-def test_the_nanochat_experiment_in_small(tmp_path):
-    done = ringmaster("experiment", "nanochat", "size=smoke", "seeds=1", "regimes=linear", f"dir={tmp_path}/n")
+@pytest.mark.parametrize(
+    ("name", "regime", "contenders"),
+    [
+        ("nanochat", "linear", ["ringmaster", "rennala"]),
+        ("radii", "delayed", ["radii", "one eta", "Muon + AdamW"]),
+        ("steps", "scion", ["ringmaster", "ringmaster_agnostic", "delay_adaptive", "asynchronous"]),
+    ],
+)
+def test_experiments_on_language_in_small(name, regime, contenders, tmp_path):
+    done = ringmaster("experiment", name, "size=smoke", "seeds=1", f"regimes={regime}", f"dir={tmp_path}/n")
     assert done.returncode == 0, done.stderr
     assert "Best first" in done.stdout
-    assert (tmp_path / "n/nanochat.png").exists()
+    for contender in contenders:
+        assert f"| {contender} |" in done.stdout
+    assert (tmp_path / f"n/{name}.png").exists()
+
+
+@pytest.mark.parametrize("command", ["simulate", "train"])
+def test_a_run_that_diverges_is_told_and_fails(command, tmp_path):
+    done = ringmaster(command, "method.eta=1e30", "budget.updates=60", f"run.dir={tmp_path}/run", "run.report=false")
+    assert done.returncode == 1, done.stderr
+    assert "THE RUN DIVERGES" in done.stderr
+    assert "method.eta=2.5e+29" in done.stderr
+    assert "THE RUN HAS DIVERGED" in done.stdout
+    assert json.loads((tmp_path / "run/summary.json").read_text())["diverged"] is True
+
+
+def test_a_dry_run_says_what_to_expect_and_writes_nothing(tmp_path):
+    done = ringmaster("train", "--dry-run", "cluster.workers=2", "cluster.unit_seconds=0.5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1,729 parameters" in done.stdout
+    (rate,) = re.findall(r"about (\S+) updates per second", done.stdout)
+    assert float(rate) == pytest.approx(2 + 1, rel=0.1)  # 1/0.5 + 1/1.0, less a little jitter
+    assert "13.8 kB up and 13.8 kB down per gradient" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_steps_follow_its_budget_is_not_extended(tmp_path):
+    """One line says what to do instead."""
+    run, short = f"run.dir={tmp_path}/run", ["problem.dim=9", "cluster.workers=2", "run.report=false"]
+    assert ringmaster("train", run, *short, "budget.updates=10", "method.decay=0.5").returncode == 0
+    longer = ringmaster("train", f"resume={tmp_path}/run", "budget.updates=20")
+    assert longer.returncode == 2
+    assert f"init={tmp_path}/run" in longer.stderr
+    assert longer.stderr.count("\n") == 1
 
 
 @pytest.mark.alone
