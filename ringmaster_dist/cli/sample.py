@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -56,6 +57,9 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"--prompt has {len(tokens)} tokens, the model's context is {problem.config.sequence_len}: shorten it"
         )
+    problem.validation_rows = 1  # a look is enough
+    if not math.isfinite(problem.evaluate(weights.iterate)["loss"]):
+        raise UserError(f"{path}: these weights give no finite numbers, so no text: the run has diverged")
     problem.load(weights.iterate)
     sys.stdout.write(prompt)
     shown = ""

@@ -174,7 +174,7 @@ def serve(
     writer.on_written = lambda path: logger.file(path, "checkpoint")
     interval = (config.budget.seconds or 60.0) / config.run.samples
     next_sample, next_evaluation = service.seconds, core.version
-    divergence = _divergence(problem, directory)
+    divergence, counted = _divergence(problem, directory), (core.accepted, core.invalid)
 
     def record(evaluation: Mapping[str, float]) -> None:
         loud = divergence.look(evaluation, metrics.train_loss)
@@ -190,10 +190,15 @@ def serve(
         host.check()
         if service.seconds >= next_sample:
             next_sample = service.seconds + interval
-            due = problem.quick_to_evaluate or core.version >= next_evaluation
+            stuck = core.invalid > counted[1] and core.accepted == counted[0]  # since the row before
+            counted = core.accepted, core.invalid
+            due = problem.quick_to_evaluate or core.version >= next_evaluation or stuck
             if due:
                 next_evaluation = core.version + config.eval.every
             record(problem.evaluate(core.snapshot.iterate) if due else {})
+            if stuck and divergence.is_hopeless:
+                log.warning("server v=%d: no gradient is a number any more: the run is ended", core.version)
+                service.end()
     if service.failure is not None:
         raise RuntimeError("the server could not go on; its last words are above") from service.failure
     stopped = should_stop()
@@ -204,7 +209,7 @@ def serve(
     journal.close()
     views = core.update.layout.views(core.snapshot.iterate)
     export_weights(views, core.version, directory.path / "final.safetensors")
-    ended = "stopped by the user" if stopped else "budget"
+    ended = "stopped by the user" if stopped else "diverged" if divergence.is_hopeless else "budget"
     summary = _summary(config, evaluation, service, ended, time.monotonic() - began)
     summary |= {"diverged": divergence.diverged, "evaluated_on": evaluated_on(problem, at_the_end=False)}
     directory.write_summary(summary)

@@ -112,7 +112,7 @@ def _run(overrides: list[str]) -> int:
         view.close()
     if code == 0:
         code = show_summary(directory, report=config.run.report)
-        if config.problem.name == "nanochat":
+        if config.problem.name == "nanochat" and code == 0:
             show_sample(directory)
     return code
 

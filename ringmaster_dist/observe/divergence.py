@@ -46,6 +46,11 @@ class Divergence:
         if self.began_at is None and math.isfinite(self.value):
             self.began_at = self.value
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the objective is no number any more: gradients will not be either."""
+        return self.began_at is not None and not math.isfinite(self.value)
+
     def words(self, eta: float) -> str:
         """What has happened and what to try."""
         now = f"{self.value:.4g}" if math.isfinite(self.value) else "not a finite number"

@@ -352,7 +352,8 @@ class Service:
             else:
                 member.wasted_seconds += push.compute_seconds
             if receipt.verdict is Verdict.INVALID:
-                log.warning("worker-%d v=%d sent an invalid gradient: %s", worker, version, receipt.reason)
+                level = logging.INFO if member.invalid_in_a_row else logging.WARNING  # the first of a row is enough
+                log.log(level, "worker-%d v=%d sent an invalid gradient: %s", worker, version, receipt.reason)
                 member.invalid_in_a_row += 1
             elif receipt.verdict is Verdict.ACCEPTED:  # a stale one was not looked at
                 member.invalid_in_a_row = 0
