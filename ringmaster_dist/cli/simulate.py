@@ -53,12 +53,14 @@ def _run(overrides: list[str]) -> int:
     from rich.console import Console
 
     from ringmaster_dist.cli.logger import open_logger
+    from ringmaster_dist.cli.rehearsal import rehearse
     from ringmaster_dist.cli.signals import stop_signals
     from ringmaster_dist.cli.train import show_report
     from ringmaster_dist.observe.console import ProgressLine, print_summary
     from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
     from ringmaster_dist.simulation.session import simulate
 
+    rehearse(config)
     try:
         directory = RunDirectory(
             config.run.dir, name=f"{config.problem.name}-{config.method.name}", overwrite=config.run.overwrite

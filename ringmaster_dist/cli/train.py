@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
+from ringmaster_dist.cli.rehearsal import rehearse
 from ringmaster_dist.cli.supervisor import local_workers, supervise
 from ringmaster_dist.cli.watch import open_watcher
 from ringmaster_dist.config.compose import compose, continued, same_run, to_typed
@@ -24,6 +25,7 @@ from ringmaster_dist.observe.console import ProgressLine, print_summary
 from ringmaster_dist.observe.live import View
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
 from ringmaster_dist.transport.addresses import elsewhere, is_loopback
+from ringmaster_dist.worker.job import device_of
 
 log = logging.getLogger(__name__)
 
@@ -159,11 +161,13 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
         except RunDirectoryError as error:
             raise UserError(str(error)) from error
         _refuse_if_used_up(config, directory, asked="resume=auto" not in overrides)
+        rehearse(config, device_of(0))
         if token:
             directory.write_secret("token", token)
         for name in ("summary.json", "final.safetensors"):  # of the part before
             (directory.path / name).unlink(missing_ok=True)
     else:
+        rehearse(config, device_of(0))
         name = f"{config.problem.name}-{config.method.name}"
         try:
             directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringmaster_dist import __version__
 from ringmaster_dist.algorithm.auto import AutoThreshold
@@ -17,8 +15,10 @@ from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Sy
 from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Schedule, agnostic, theory
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.own_code import problem_from
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.wire import DTYPES, Wire
@@ -40,7 +40,7 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
     if problem.name == "quadratic":
         return Quadratic(problem.dim, problem.noise)
     if problem.name == "python":
-        return _from_python(problem.target or "", {**problem.args, "seed": config.run.seed, "device": device})
+        return _from_python(config, device)
 
     from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
 
@@ -93,19 +93,11 @@ def cache_folder(config: Config) -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "ringmaster"
 
 
-def _from_python(target: str, arguments: dict[str, Any]) -> Problem:
-    """A problem of the user's own: imported by name on every machine; no code travels."""
-    module_name, _, name = target.partition(":")
-    if os.getcwd() not in sys.path:  # a script's own folder is there, the one it is called in is not
-        sys.path.append(os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"problem.target={target} cannot be imported here: {error}") from error
-    try:
-        problem: Problem = factory(**arguments)
-    except TypeError as error:
-        raise UserError(f"problem.target={target} does not take these problem.args: {error}") from error
+def _from_python(config: Config, device: str) -> Problem:
+    target, seed = config.problem.target or "", config.run.seed
+    problem = problem_from(target, config.problem.args, seed, device)
+    if isinstance(problem, ModuleProblem):
+        problem.seed = seed
     return problem
 
 
@@ -121,7 +113,10 @@ def explain_difference(mine: str, servers: str) -> str:
         return f"this machine has version {my_version} of ringmaster-dist, the server {version}: install the same"
     if my_layout != layout:
         return "this machine builds other parameters from the same configuration: is its model code another?"
-    return "this machine has other data than the server: copy the server's text, or the data's cache folder"
+    return (
+        "this machine has other data than the server, or other frozen weights or buffers: copy the server's text, the "
+        "data's cache folder, or the weights that the factory loads"
+    )
 
 
 def build_schedule(config: Config) -> Schedule:
@@ -169,7 +164,10 @@ def build_method(config: Config) -> Method:
 
 def build_layout(config: Config, problem: Problem) -> Layout:
     """Where the problem's parameters lie in a flat tensor; the problem is told."""
-    layout = Layout(problem.parameters, {role: getattr(config.geometry, role) for role in ROLES})
+    try:
+        layout = Layout(problem.parameters, {role: getattr(config.geometry, role) for role in ROLES})
+    except ValueError as error:
+        raise UserError(f"problem={config.problem.name}: {error}") from error
     problem.bind(layout)
     return layout
 

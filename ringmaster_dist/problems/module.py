@@ -192,7 +192,7 @@ class ModuleProblem:
         """A function of the iterate: its draws are the same each time."""
         self._prepare(iterate)
         with torch.no_grad(), self._draws_of(self.seed, _EVALUATION_WORKER, 0):
-            return dict(self._evaluate(self.module))
+            return _numbers(self._evaluate(self.module))
 
     def state_dict(self, iterate: torch.Tensor) -> dict[str, torch.Tensor]:
         """The module's whole state at the iterate, in host memory: frozen parameters, tied names and buffers too."""
@@ -221,6 +221,18 @@ class ModuleProblem:
     def _check(self, gradient: torch.Tensor | None = None) -> None:
         if self._stop():
             raise Interrupted
+
+
+def _numbers(figures: object) -> dict[str, float]:
+    if not isinstance(figures, Mapping):
+        raise Mistake(f"evaluate gave {type(figures).__name__}: it has to give a mapping of names to numbers")
+    found = {}
+    for name, value in figures.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise Mistake(f"evaluate gave {name!r} as {type(value).__name__}: it has to be one number") from error
+    return found
 
 
 def _trainable(module: nn.Module, role: Callable[[str, nn.Parameter], str]) -> list[Parameter]:
