@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ringmaster_dist.cli.initial import chosen_weights, write_initial
 from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
 from ringmaster_dist.cli.rehearsal import rehearse
@@ -42,6 +43,10 @@ replay RUN_DIR then proves it.
                    them), and budget.updates where step sizes depend on it (method.decay_updates, schedule=theory).
   resume=auto      go on with the run in run.dir if there is one, else begin it: the same line each time, for whatever
                    starts it again. A run that is over stays as it is.
+  init=RUN_DIR|FILE
+                   begin from these weights: of a run (its newest good checkpoint), of one checkpoint, or of a
+                   safetensors file that has every trained parameter by name, such as an exported one. They are copied
+                   into the run directory.
   cluster.local_workers=0 cluster.workers=N cluster.profile=none server.host=ADDRESS server.port=PORT
                    only serve; the workers come from elsewhere, as fast as they are. See docs/cluster.md.
 
@@ -168,11 +173,15 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
             (directory.path / name).unlink(missing_ok=True)
     else:
         rehearse(config, device_of(0))
+        if config.init and config.problem.name == "nanochat":
+            prepare_data(config)  # to know the names of its parameters
+        initial = chosen_weights(config)
         name = f"{config.problem.name}-{config.method.name}"
         try:
             directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
         except RunDirectoryError as error:
             raise UserError(str(error)) from error
+        write_initial(directory.path, initial)
         directory.write_secret("token", token or secrets.token_hex(16))
     composed.run.dir = str(directory.path)
     if config.cluster.profile == "file":  # which workers on other machines do not have

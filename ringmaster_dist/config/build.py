@@ -20,7 +20,9 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.problems.quadratic import Quadratic
+from ringmaster_dist.server import weights
 from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.server.weights import INITIAL
 from ringmaster_dist.wire import DTYPES, Wire
 
 if TYPE_CHECKING:
@@ -179,7 +181,8 @@ def build_wire(config: Config) -> Wire:
     )
 
 
-def build_core(config: Config, problem: Problem) -> ServerCore:
+def build_core(config: Config, problem: Problem, run: Path | None = None) -> ServerCore:
+    """At the beginning of the run in this directory, which may have initial weights of its own."""
     layout = build_layout(config, problem)
     update = Update(
         layout,
@@ -189,7 +192,11 @@ def build_core(config: Config, problem: Problem) -> ServerCore:
         orthogonalization=config.geometry.orthogonalization,
         precision=DTYPES[config.geometry.precision] if config.geometry.precision else None,
     )
-    initial = problem.initial(config.run.seed)
+    given = None if run is None else run / INITIAL
+    if given is not None and given.exists():
+        initial = weights.flat(weights.read(given)[0], layout, problem.dtype)
+    else:
+        initial = problem.initial(config.run.seed)
     return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype)
 
 

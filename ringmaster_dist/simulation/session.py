@@ -132,7 +132,7 @@ def simulate(
     """Plays the run, writes its files, returns the summary. ``should_stop`` is asked between two arrivals."""
     began = time.perf_counter()
     problem = build_problem(config)
-    core = build_core(config, problem)
+    core = build_core(config, problem, directory.path)
     speeds = build_speeds(config)
     engine = choose_engine(config, problem, speeds)
     trace = directory.open_trace() if config.run.trace else None
