@@ -26,11 +26,14 @@ def main(argv: list[str]) -> int:
             "ringmaster export takes a run directory and perhaps a file: ringmaster export runs/a x.safetensors"
         )
 
+    import torch
+
     from ringmaster_dist.cli.weights import find_weights
     from ringmaster_dist.server.weights import by_name, write
 
     source = Path(argv[0])
     weights = find_weights(source)
+    torch.set_num_threads(weights.config.server.compute_threads)  # running statistics to the bits of the server's
     run = source if source.is_dir() else source.parent.parent
     target = Path(argv[1]) if len(argv) == 2 else run / "weights.safetensors"
     try:
