@@ -48,7 +48,10 @@ def _tensors(path: Path) -> Tensors:
             return weights.read(path)[0]
     except (SafetensorError, OSError) as error:
         raise UserError(f"init={path} cannot be read: {error}") from error
-    found = find_weights(path)
+    try:
+        found = find_weights(path)
+    except UserError as error:
+        raise UserError(f"init: {error}") from error
     return weights.by_name(found.problem, found.layout, found.iterate)
 
 

@@ -16,7 +16,7 @@ from ringmaster_dist.cli.options import parse
 from ringmaster_dist.cli.rehearsal import rehearse
 from ringmaster_dist.cli.supervisor import local_workers, supervise
 from ringmaster_dist.cli.watch import open_watcher
-from ringmaster_dist.config.compose import compose, continued, same_run, to_typed
+from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
 from ringmaster_dist.config.describe import annotated, keys_and_choices
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import measured_times
@@ -148,6 +148,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
         composed.resume = None
         if resumed:
             same_run(Path(resumed), composed)
+            composed.init = begun_from(Path(resumed))  # init counts only for the beginning
     else:
         resumed = "" if resumed == "null" else resumed
         composed = continued(Path(resumed), overrides) if resumed else compose(overrides, "train")

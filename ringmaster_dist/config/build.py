@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from safetensors import SafetensorError
+
 from ringmaster_dist import __version__
 from ringmaster_dist.algorithm.auto import AutoThreshold
 from ringmaster_dist.algorithm.layout import ROLES, Layout
@@ -192,12 +195,18 @@ def build_core(config: Config, problem: Problem, run: Path | None = None) -> Ser
         orthogonalization=config.geometry.orthogonalization,
         precision=DTYPES[config.geometry.precision] if config.geometry.precision else None,
     )
-    given = None if run is None else run / INITIAL
-    if given is not None and given.exists():
-        initial = weights.flat(weights.read(given)[0], layout, problem.dtype)
-    else:
-        initial = problem.initial(config.run.seed)
+    initial = problem.initial(config.run.seed)
+    if run is not None and config.init:
+        initial = _given(run / INITIAL, layout, problem)
     return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype)
+
+
+def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:
+    """The weights that a run with init began from; its directory has a copy."""
+    try:
+        return weights.flat(weights.read(path)[0], layout, problem.dtype)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{path}, the weights that the run begins from, cannot be used: {error}") from error
 
 
 def tokens_of_slot(config: Config) -> Callable[[int], int]:

@@ -60,7 +60,7 @@ class ModuleProblem:
         batches: Callable[[int, int, int], Sequence[Batch]],
         loss: Callable[[nn.Module, Batch], torch.Tensor],
         *,
-        evaluate: Callable[[nn.Module], Mapping[str, float]] = lambda module: {},
+        evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
         role: Callable[[str, nn.Parameter], str] = role_by_shape,
         watched: Sequence[nn.Module] = (),
         device: torch.device | str = "cpu",
@@ -190,6 +190,8 @@ class ModuleProblem:
 
     def evaluate(self, iterate: torch.Tensor) -> dict[str, float]:
         """A function of the iterate: its draws are the same each time."""
+        if self._evaluate is None:
+            return {}
         self._prepare(iterate)
         with torch.no_grad(), self._draws_of(self.seed, _EVALUATION_WORKER, 0):
             return _numbers(self._evaluate(self.module))

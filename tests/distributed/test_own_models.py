@@ -150,10 +150,12 @@ def fine_tune(module, run, summary, tmp_path, capsys):
     assert first["version"] == 0
     assert first["loss"] == summary["final_loss"]
     assert (tuned / "initial.safetensors").stat().st_mode & 0o777 == 0o600
-    # The run needs nothing else: not the weights it came from, when it is resumed.
+    # The run needs nothing else when it is resumed, not even the weights it came from.
     (run / "checkpoints").rename(tmp_path / "elsewhere")
-    with Run(tuned, f"resume={tuned}", "budget.updates=20") as resumed:
+    same_line = [*QUICK[:-1], target, "geometry=euclidean", f"run.dir={tuned}", "resume=auto", "init=/nowhere"]
+    with Run(tuned, *same_line, "budget.updates=20") as resumed:
         assert check_finished(resumed)["updates"] == 20
+    assert f"init: {run}" in (tuned / "config.yaml").read_text()
     state = load_file(tmp_path / "out.safetensors")
     one = tmp_path / "one.safetensors"
     weight = state["head.weight"]
@@ -176,6 +178,7 @@ def fine_tune(module, run, summary, tmp_path, capsys):
     assert not (tmp_path / "never").exists()
     simulated = ["simulate", "problem=python", target, f"init={tmp_path}/out.safetensors", "cluster.workers=2"]
     assert main([*simulated, "budget.updates=2", f"run.dir={tmp_path}/simulated"]) == 0
+    assert (tmp_path / "simulated/initial.safetensors").exists()
     row = json.loads((tmp_path / "simulated/metrics.jsonl").read_text().splitlines()[0])
     assert row["loss"] == pytest.approx(summary["final_loss"], rel=1e-6)
 
