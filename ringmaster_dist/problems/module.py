@@ -156,7 +156,7 @@ class ModuleProblem:
             if tensor.grad is None:  # it had no part in the loss
                 view.zero_()
             else:
-                view.copy_(tensor.grad)
+                view.copy_(tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad)
         return total
 
     def _draws_of(self, seed: int, worker_id: int, sequence: int) -> AbstractContextManager[None]:

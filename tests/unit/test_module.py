@@ -207,6 +207,16 @@ def test_tied_weights_integers_and_unused_parameters():
     assert torch.equal(other.head.weight, problem._layout.views(start + 1.0)["embed.weight"])
 
 
+def test_a_sparse_gradient_is_the_dense_one():
+    def gradient(sparse):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(10, 3, sparse=sparse), nn.Linear(3, 1))
+        problem, start = bound(module, tokens, lambda model, x: model(x).square().mean())
+        return problem.gradient(start, 0, 0, 0)[0].clone()
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
 def frozen(module):
     return module.requires_grad_(False)
 
