@@ -26,6 +26,7 @@ _inverse_normal_cdf = NormalDist().inv_cdf
 STREAM_NOISE = 1
 STREAM_JITTER = 2
 STREAM_BATCH = 3
+STREAM_MODEL = 4  # what a model draws by itself, such as dropout
 
 # |z| of a half-normal is at least this slope times (1 - u): its quantile is convex, this is the tangent at 0.
 HALF_NORMAL_SLOPE = math.sqrt(math.pi / 2)

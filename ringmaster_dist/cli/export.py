@@ -9,9 +9,11 @@ from ringmaster_dist.config.errors import UserError
 
 _HELP = """ringmaster export RUN_DIR|CHECKPOINT [FILE]
 
-Writes the weights of a checkpoint (of a run: its newest good one), by name, to a safetensors FILE, with the number of
-updates as `version`; beside it the configuration (.yaml) and, where there is one, the tokenizer (.tokenizer.json).
-Without FILE: weights.safetensors in the run's directory. Works while the run goes on and after a crash.
+Writes the weights of a checkpoint (of a run: its newest good one), by name, to a safetensors FILE; beside it the
+configuration (.yaml) and, where there is one, the tokenizer (.tokenizer.json). The tensors are the whole state of the
+module: module.load_state_dict(load_file(FILE)) works, with frozen and tied weights and buffers. The number of updates
+is `version` in the file's metadata. Without FILE: weights.safetensors in the run's directory. Works while the run
+goes on and after a crash.
 """
 
 
@@ -24,15 +26,18 @@ def main(argv: list[str]) -> int:
             "ringmaster export takes a run directory and perhaps a file: ringmaster export runs/a x.safetensors"
         )
 
+    import torch
+
     from ringmaster_dist.cli.weights import find_weights
-    from ringmaster_dist.observe.run_directory import export_weights
+    from ringmaster_dist.server.weights import by_name, write
 
     source = Path(argv[0])
     weights = find_weights(source)
+    torch.set_num_threads(weights.config.server.compute_threads)  # running statistics to the bits of the server's
     run = source if source.is_dir() else source.parent.parent
     target = Path(argv[1]) if len(argv) == 2 else run / "weights.safetensors"
     try:
-        export_weights(weights.layout.views(weights.iterate), weights.version, target)
+        write(target, by_name(weights.problem, weights.layout, weights.iterate), weights.version)
         shutil.copyfile(run / "config.yaml", target.with_suffix(".yaml"))
         if hasattr(weights.problem, "rows"):
             weights.problem.rows.tokenizer().save(target.with_suffix(".tokenizer.json"))

@@ -7,6 +7,7 @@ import sys
 
 from ringmaster_dist import __version__
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.errors import Mistake
 from ringmaster_dist.transport.quiet import quiet_environment
 
 COMMANDS = {
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"there is no command {command!r}; known: {', '.join(COMMANDS)}")
         module = importlib.import_module(f"ringmaster_dist.cli.{_INTERNAL.get(command, command)}")
         return int(module.main(rest))
-    except UserError as error:
+    except (UserError, Mistake) as error:
         print(f"ringmaster: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -26,10 +26,11 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.logs import log_as_told
 from ringmaster_dist.observe.divergence import Divergence, finite
 from ringmaster_dist.observe.metrics import Metrics
-from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError, export_weights
+from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
 from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.protocol import Push, Receipt
+from ringmaster_dist.server import weights
 from ringmaster_dist.server.checkpoints import Checkpoints, Unusable
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
@@ -152,7 +153,7 @@ def serve(
     except RunDirectoryError as error:
         raise UserError(str(error)) from error
     problem = build_problem(config)
-    core = build_core(config, problem)
+    core = build_core(config, problem, directory.path)
     checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
     state = _restore(core, checkpoints, directory)
     metrics = Metrics(core.update.layout, core.version, tokens_of_slot(config))
@@ -207,8 +208,8 @@ def serve(
     service.wait_until_all_left(config.server.farewell_seconds)
     service.close()
     journal.close()
-    views = core.update.layout.views(core.snapshot.iterate)
-    export_weights(views, core.version, directory.path / "final.safetensors")
+    final = weights.by_name(problem, core.update.layout, core.snapshot.iterate)
+    weights.write(directory.path / "final.safetensors", final, core.version)
     ended = "stopped by the user" if stopped else "diverged" if divergence.is_hopeless else "budget"
     summary = _summary(config, evaluation, service, ended, time.monotonic() - began)
     summary |= {"diverged": divergence.diverged, "evaluated_on": evaluated_on(problem, at_the_end=False)}

@@ -15,6 +15,8 @@ _HELP = """ringmaster simulate [key=value ...]
 Plays a run in virtual time: the real server core, simulated workers, gradients that are really computed.
 Writes config.yaml, trace.jsonl, metrics.jsonl and summary.json to run.dir and prints a summary.
 
+  init=RUN_DIR|FILE  begin from the weights of a run, of a checkpoint or of a safetensors file
+
   --cfg job        print the composed configuration and stop
   --multirun, -m   run every combination of comma-separated values: method.eta=0.1,0.2
   --help           this text
@@ -52,19 +54,24 @@ def _run(overrides: list[str]) -> int:
 
     from rich.console import Console
 
+    from ringmaster_dist.cli.initial import chosen_weights, write_initial
     from ringmaster_dist.cli.logger import open_logger
+    from ringmaster_dist.cli.rehearsal import rehearse
     from ringmaster_dist.cli.signals import stop_signals
     from ringmaster_dist.cli.train import show_report
     from ringmaster_dist.observe.console import ProgressLine, print_summary
     from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
     from ringmaster_dist.simulation.session import simulate
 
+    rehearse(config)
+    initial = chosen_weights(config)
     try:
         directory = RunDirectory(
             config.run.dir, name=f"{config.problem.name}-{config.method.name}", overwrite=config.run.overwrite
         )
     except RunDirectoryError as error:
         raise UserError(str(error)) from error
+    write_initial(directory.path, initial)
     composed.run.dir = str(directory.path)
     directory.write_config(annotated(composed) + "\n")
     console = Console(file=sys.stdout)

@@ -11,11 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from ringmaster_dist.cli.dry_run import dry_run
+from ringmaster_dist.cli.initial import chosen_weights, write_initial
 from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
+from ringmaster_dist.cli.rehearsal import rehearse
 from ringmaster_dist.cli.supervisor import local_workers, supervise
 from ringmaster_dist.cli.watch import open_watcher
-from ringmaster_dist.config.compose import compose, continued, same_run, to_typed
+from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
 from ringmaster_dist.config.describe import annotated, keys_and_choices
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import measured_times
@@ -25,6 +27,7 @@ from ringmaster_dist.observe.console import ProgressLine, print_summary
 from ringmaster_dist.observe.live import View
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
 from ringmaster_dist.transport.addresses import elsewhere, is_loopback
+from ringmaster_dist.worker.job import device_of
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,10 @@ replay RUN_DIR then proves it.
                    train the weights further in a new run with init=RUN_DIR.
   resume=auto      go on with the run in run.dir if there is one, else begin it: the same line each time, for whatever
                    starts it again. A run that is over stays as it is.
+  init=RUN_DIR|FILE
+                   begin from these weights: of a run (its newest good checkpoint), of one checkpoint, or of a
+                   safetensors file that has every trained parameter by name, such as an exported one. They are copied
+                   into the run directory.
   cluster.local_workers=0 cluster.workers=N cluster.profile=none server.host=ADDRESS server.port=PORT
                    only serve; the workers come from elsewhere, as fast as they are. See docs/cluster.md.
 
@@ -151,6 +158,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
         composed.resume = None
         if resumed:
             same_run(Path(resumed), composed)
+            composed.init = begun_from(Path(resumed))  # init counts only for the beginning
     else:
         resumed = "" if resumed == "null" else resumed
         composed = continued(Path(resumed), overrides) if resumed else compose(overrides, "train")
@@ -169,16 +177,22 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
         except RunDirectoryError as error:
             raise UserError(str(error)) from error
         _refuse_if_used_up(config, directory, asked="resume=auto" not in overrides)
+        rehearse(config, device_of(0))
         if token:
             directory.write_secret("token", token)
         for name in ("summary.json", "final.safetensors"):  # of the part before
             (directory.path / name).unlink(missing_ok=True)
     else:
+        rehearse(config, device_of(0))
+        if config.init and config.problem.name == "nanochat":
+            prepare_data(config)  # to know the names of its parameters
+        initial = chosen_weights(config)
         name = f"{config.problem.name}-{config.method.name}"
         try:
             directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
         except RunDirectoryError as error:
             raise UserError(str(error)) from error
+        write_initial(directory.path, initial)
         directory.write_secret("token", token or secrets.token_hex(16))
     composed.run.dir = str(directory.path)
     if config.cluster.profile == "file":  # which workers on other machines do not have

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from ringmaster_dist.algorithm.layout import Layout
 from ringmaster_dist.config.build import build_layout, build_problem
@@ -15,7 +14,8 @@ from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
-from ringmaster_dist.server.checkpoints import Checkpoints, read
+from ringmaster_dist.server import weights as by_name
+from ringmaster_dist.server.checkpoints import Checkpoints, is_checkpoint, read
 
 
 class Weights(NamedTuple):
@@ -36,8 +36,9 @@ def find_weights(path: Path) -> Weights:
         file, config_file = found[0], path / "config.yaml"
     elif path.is_file():
         file = path
-        beside = path.with_suffix(".yaml")
-        config_file = beside if beside.exists() else path.parent.parent / "config.yaml"
+        beside, within = path.with_suffix(".yaml"), path.parent / "config.yaml"
+        found_beside = next((place for place in (beside, within) if place.exists()), None)
+        config_file = found_beside or path.parent.parent / "config.yaml"
     else:
         raise UserError(f"{path} does not exist: give a run's directory, a checkpoint or exported weights")
     if not config_file.is_file():
@@ -46,27 +47,19 @@ def find_weights(path: Path) -> Weights:
     problem = build_problem(config)
     layout = build_layout(config, problem)
     try:
-        iterate, version = _load(file, layout)
+        iterate, version = _load(file, layout, problem.dtype)
     except (ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{file} cannot be used: {error}") from error
     return Weights(config, problem, layout, iterate, version, file)
 
 
-def _load(file: Path, layout: Layout) -> tuple[torch.Tensor, int]:
-    try:
-        state = read(file)
-    except ValueError as error:
-        tensors = load_file(file)  # by name: exported
-        if "version" not in tensors:
-            raise ValueError("it is neither a checkpoint nor exported weights") from error
-        version = int(tensors.pop("version"))
-        expected = {p.name: p.shape for p in layout.parameters}
-        if {name: tuple(t.shape) for name, t in tensors.items()} != expected:
-            raise ValueError("it is of another model") from None
-        flat = torch.empty(layout.size, dtype=next(iter(tensors.values())).dtype)
-        for name, view in layout.views(flat).items():
-            view.copy_(tensors[name])
-        return flat, version
+def _load(file: Path, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    if not is_checkpoint(file):
+        tensors, version = by_name.read(file)
+        if version is None:
+            raise ValueError("it is neither a checkpoint nor exported weights")
+        return by_name.flat(tensors, layout, dtype), version
+    state = read(file)
     if state["iterate"].numel() != layout.size:
         raise ValueError(f"it is of another model ({state['iterate'].numel():,} parameters, not {layout.size:,})")
     return state["iterate"], state["version"]

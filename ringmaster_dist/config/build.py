@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
 
 from ringmaster_dist import __version__
 from ringmaster_dist.algorithm.auto import AutoThreshold
@@ -17,10 +18,14 @@ from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Sy
 from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Schedule, agnostic, theory
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.own_code import problem_from
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.problems.quadratic import Quadratic
+from ringmaster_dist.server import weights
 from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.server.weights import INITIAL
 from ringmaster_dist.wire import DTYPES, Wire
 
 if TYPE_CHECKING:
@@ -40,7 +45,7 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
     if problem.name == "quadratic":
         return Quadratic(problem.dim, problem.noise, problem.clip)
     if problem.name == "python":
-        return _from_python(problem.target or "", {**problem.args, "seed": config.run.seed, "device": device})
+        return _from_python(config, device)
 
     from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
 
@@ -94,19 +99,18 @@ def cache_folder(config: Config) -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "ringmaster"
 
 
-def _from_python(target: str, arguments: dict[str, Any]) -> Problem:
-    """A problem of the user's own: imported by name on every machine; no code travels."""
-    module_name, _, name = target.partition(":")
-    if os.getcwd() not in sys.path:  # a script's own folder is there, the one it is called in is not
-        sys.path.append(os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"problem.target={target} cannot be imported here: {error}") from error
-    try:
-        problem: Problem = factory(**arguments)
-    except TypeError as error:
-        raise UserError(f"problem.target={target} does not take these problem.args: {error}") from error
+def _from_python(config: Config, device: str) -> Problem:
+    target, seed = config.problem.target or "", config.run.seed
+    problem = problem_from(target, config.problem.args, seed, device)
+    if isinstance(problem, ModuleProblem):
+        problem.seed = seed
+    if config.problem.clip is not None:
+        if not hasattr(problem, "clip"):
+            raise UserError(
+                f"problem.clip={config.problem.clip:g}: what {target} returns has no attribute clip, so it clips nothing; "
+                "use a ModuleProblem, or clip in your own gradient"
+            )
+        problem.clip = config.problem.clip
     return problem
 
 
@@ -122,7 +126,10 @@ def explain_difference(mine: str, servers: str) -> str:
         return f"this machine has version {my_version} of ringmaster-dist, the server {version}: install the same"
     if my_layout != layout:
         return "this machine builds other parameters from the same configuration: is its model code another?"
-    return "this machine has other data than the server: copy the server's text, or the data's cache folder"
+    return (
+        "this machine has other data than the server, or other frozen weights or buffers: copy the server's text, the "
+        "data's cache folder, or the weights that the factory loads"
+    )
 
 
 def build_schedule(config: Config) -> Schedule:
@@ -175,7 +182,10 @@ def build_layout(config: Config, problem: Problem) -> Layout:
         decay = getattr(geometry.weight_decay, role)
         decay = config.method.weight_decay if decay is None else decay
         norms[role] = Norm(getattr(geometry, role), getattr(geometry.radius, role), decay)
-    layout = Layout(problem.parameters, norms)
+    try:
+        layout = Layout(problem.parameters, norms)
+    except ValueError as error:
+        raise UserError(f"problem={config.problem.name}: {error}") from error
     problem.bind(layout)
     return layout
 
@@ -187,7 +197,8 @@ def build_wire(config: Config) -> Wire:
     )
 
 
-def build_core(config: Config, problem: Problem) -> ServerCore:
+def build_core(config: Config, problem: Problem, run: Path | None = None) -> ServerCore:
+    """At the beginning of the run in this directory, which may have initial weights of its own."""
     layout = build_layout(config, problem)
     update = Update(
         layout,
@@ -197,7 +208,17 @@ def build_core(config: Config, problem: Problem) -> ServerCore:
         precision=DTYPES[config.geometry.precision] if config.geometry.precision else None,
     )
     initial = problem.initial(config.run.seed)
+    if run is not None and config.init:
+        initial = _given(run / INITIAL, layout, problem)
     return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype)
+
+
+def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:
+    """The weights that a run with init began from; its directory has a copy."""
+    try:
+        return weights.flat(weights.read(path)[0], layout, problem.dtype)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{path}, the weights that the run begins from, cannot be used: {error}") from error
 
 
 def tokens_of_slot(config: Config) -> Callable[[int], int]:

@@ -148,7 +148,7 @@ def same_run(directory: Path, composed: DictConfig) -> None:
     )
     for section in set(then) | set(now):
         old, new = then.get(section, {}), now.get(section, {})
-        if not isinstance(old, dict) or not isinstance(new, dict):  # watch, resume: of the call, not of the run
+        if not isinstance(old, dict) or not isinstance(new, dict):  # watch, resume, init: of the call, not of the run
             continue
         for key in set(old) | set(new):
             if section in _MAY_CHANGE and f"{section}.{key}" not in _MAY_NOT:
@@ -159,6 +159,13 @@ def same_run(directory: Path, composed: DictConfig) -> None:
                     "a run goes on as it began: choose another run.dir, or leave it as it was"
                 )
     _check_schedule(directory, before, composed)
+
+
+def begun_from(directory: Path) -> str | None:
+    """The ``init`` that the run in a directory was begun with."""
+    before = OmegaConf.load(directory / "config.yaml")
+    assert isinstance(before, DictConfig)
+    return cast("str | None", before.get("init"))
 
 
 def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:

@@ -214,3 +214,4 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     watch: bool = False
     resume: str | None = None
+    init: str | None = None

@@ -113,12 +113,12 @@ def _play(job: Job, objective: str, folder: Path) -> None:
     temporary.replace(folder / f"{job.key}.json")
 
 
-def _baseline(rates: Mapping[str, float], config: Config, problem: Problem) -> ServerCore:
+def _baseline(rates: Mapping[str, float], config: Config, problem: Problem, run: Path) -> ServerCore:
     """A core whose updates are those of torch's optimizers."""
     from ringmaster_dist.config.build import build_core
     from ringmaster_dist.experiment.baseline import MuonAdamW
 
-    core = build_core(config, problem)
+    core = build_core(config, problem, run)
     core.update = MuonAdamW(core.update.layout, rates)
     return core
 

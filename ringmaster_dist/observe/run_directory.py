@@ -18,16 +18,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
 from ringmaster_dist.files import open_private
 from ringmaster_dist.protocol import Receipt, Verdict
+from ringmaster_dist.server.weights import INITIAL
 
 _FILES = ("config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json")
-# Of a run in real time, or with a method that chooses its threshold, or with a logger.
-_REAL_FILES = ("members.jsonl", "thresholds.jsonl", "terms.jsonl", "final.safetensors", "address", "token", "wandb.id")
+# Of a run in real time, or with a method that chooses its threshold, or with a logger, or with init.
+_REAL_FILES = ("members.jsonl", "thresholds.jsonl", "terms.jsonl", "final.safetensors", "address", "token", "wandb.id",
+               INITIAL)  # fmt: skip
 _FOLDERS = ("checkpoints", "report", "wandb")
 _BYTES_PER_WRITE = 1 << 16
 _LOOKED_AT_SECONDS = 1.0  # who only looks whether the directory is in use holds its lock for less
@@ -135,19 +133,6 @@ class RunDirectory:
         """Whether each file is at least as long as it was."""
         return all((self.path / name).is_file() and (self.path / name).stat().st_size >= size
                    for name, size in sizes.items())  # fmt: skip
-
-
-def export_weights(views: Mapping[str, torch.Tensor], version: int, path: Path) -> None:
-    """The weights by name, and the number of updates; there whole or not at all."""
-    temporary = path.with_name(f".{path.name}")
-    try:
-        save_file({**{name: view.clone() for name, view in views.items()}, "version": torch.tensor(version)}, temporary)
-        temporary.chmod(0o600)  # some versions of the library leave that to nobody
-        temporary.replace(path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class Lines:

@@ -6,17 +6,27 @@ out is one copy, into another flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from ringmaster_dist.algorithm.layout import Layout, Parameter
+from ringmaster_dist import randomness
+from ringmaster_dist.algorithm.layout import ROLES, Layout, Parameter
+from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted, Stop, never
+from ringmaster_dist.problems.buffers import Buffers
+from ringmaster_dist.problems.seeding import seeded
+from ringmaster_dist.problems.statistics import estimate
 
 Batch = Any
+
+STATISTICS_WORKER = 2**20  # whose batches the running statistics are computed from; no real worker has this id
+_EVALUATION_WORKER = STATISTICS_WORKER + 1  # whose draws an evaluation makes
 
 
 def role_by_shape(name: str, parameter: nn.Parameter) -> str:
@@ -33,6 +43,11 @@ class ModuleProblem:
 
     The gradient is the mean over the micro-batches. Between them, and after each of the modules ``watched`` in the
     forward and in the backward pass, it is asked whether the gradient is still wanted.
+
+    Parameters that require no gradient are frozen: they are no part of the variable. A gradient is a function of the
+    iterate and of (seed, worker, sequence): the global random generators are seeded with these, and buffers that a
+    forward pass has changed are put back. The running statistics of batch norm are computed before an evaluation and
+    an export, from ``statistics_batches`` training batches that ``seed`` chooses.
     """
 
     objective = "loss"
@@ -45,21 +60,24 @@ class ModuleProblem:
         batches: Callable[[int, int, int], Sequence[Batch]],
         loss: Callable[[nn.Module, Batch], torch.Tensor],
         *,
-        evaluate: Callable[[nn.Module], Mapping[str, float]] = lambda module: {},
+        evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
         role: Callable[[str, nn.Parameter], str] = role_by_shape,
         watched: Sequence[nn.Module] = (),
         device: torch.device | str = "cpu",
         clip: float | None = None,
         weight: float = 1.0,
         loss_scales: Sequence[float] = (1.0,),
+        statistics_batches: int = 16,
+        seed: int = 0,
     ) -> None:
         """``loss_scales`` are tried in turn until the gradient is finite, for arithmetic of a narrow range (fp16)."""
         self.module, self.device = module.to(device), torch.device(device)
-        self.parameters: Sequence[Parameter] = [
-            Parameter(name, tuple(p.shape), role(name, p)) for name, p in module.named_parameters()
-        ]
+        self.parameters: Sequence[Parameter] = _trainable(module, role)
+        self.clip, self.seed = clip, seed
+        self.data_fingerprint = _fingerprint(module)
+        self._buffers = Buffers(module)
         self._batches, self._loss, self._evaluate = batches, loss, evaluate
-        self._clip, self._weight, self._loss_scales = clip, weight, loss_scales
+        self._weight, self._loss_scales, self._statistics_batches = weight, loss_scales, statistics_batches
         self._stop: Stop = never
         for part in watched:
             part.register_forward_hook(self._look)
@@ -102,16 +120,18 @@ class ModuleProblem:
     ) -> tuple[torch.Tensor, float]:
         self._stop = stop
         self.load(iterate)
+        self._buffers.restore()
         self.module.train()
-        batches = self._batches(seed, worker_id, sequence)
-        # Always from the largest scale on: a gradient is a function of the arguments alone, not of those before it.
-        for scale in self._loss_scales:
-            loss = self._accumulate(batches, scale)
-            if scale == self._loss_scales[-1] or bool(torch.isfinite(self._gradient.sum())):
-                break
+        with self._draws_of(seed, worker_id, sequence):
+            batches = self._draw_batches(seed, worker_id, sequence)
+            # Always from the largest scale on: a gradient is a function of the arguments alone, not of those before it.
+            for scale in self._loss_scales:
+                loss = self._accumulate(batches, scale)
+                if scale == self._loss_scales[-1] or bool(torch.isfinite(self._gradient.sum())):
+                    break
         factor = self._weight / scale
-        if self._clip is not None:
-            factor *= min(1.0, self._clip * scale / (float(self._gradient.norm()) + 1e-6 * scale))
+        if self.clip is not None:
+            factor *= min(1.0, self.clip * scale / (float(self._gradient.norm()) + 1e-6 * scale))
         if factor != 1.0:
             self._gradient.mul_(factor)
         if self._handed is not self._gradient:
@@ -125,15 +145,41 @@ class ModuleProblem:
         total = 0.0
         for batch in batches:
             self._check()
-            loss = self._loss(self.module, batch) / len(batches)
+            loss = self._loss_of(batch) / len(batches)
+            if not loss.requires_grad:
+                raise Mistake(
+                    "the loss does not require a gradient: compute it from the model's output, and do not detach it"
+                )
             torch.autograd.backward(loss if scale == 1.0 else loss * scale)
             total += float(loss.detach())
         for tensor, view in zip(self._tensors, self._gradient_views, strict=True):
             if tensor.grad is None:  # it had no part in the loss
                 view.zero_()
             else:
-                view.copy_(tensor.grad)
+                view.copy_(tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad)
         return total
+
+    def _draws_of(self, seed: int, worker_id: int, sequence: int) -> AbstractContextManager[None]:
+        key = randomness.worker_key(seed, randomness.STREAM_MODEL, worker_id)
+        return seeded(randomness.bits(key, sequence), self.device)
+
+    def _draw_batches(self, seed: int, worker_id: int, sequence: int) -> Sequence[Batch]:
+        drawn = self._batches(seed, worker_id, sequence)
+        where = f"batches(seed={seed}, worker={worker_id}, sequence={sequence})"
+        if drawn is None:
+            raise Mistake(f"{where} gave None: it has to give a list of micro-batches")
+        batches = drawn if isinstance(drawn, Sized) else list(drawn)
+        if len(batches) == 0:
+            raise Mistake(f"{where} gave nothing: a gradient needs at least one micro-batch")
+        return batches
+
+    def _loss_of(self, batch: Batch) -> torch.Tensor:
+        loss = self._loss(self.module, batch)
+        if not isinstance(loss, torch.Tensor):
+            raise Mistake(f"loss gave {type(loss).__name__}: it has to give a scalar tensor")
+        if loss.numel() != 1:
+            raise Mistake(f"loss gave a tensor of shape {tuple(loss.shape)}: it has to give a scalar, such as the mean")
+        return loss
 
     def load(self, iterate: torch.Tensor) -> None:
         """Puts the weights into the module, which only reads them."""
@@ -143,16 +189,79 @@ class ModuleProblem:
             self._flat.copy_(iterate)
 
     def evaluate(self, iterate: torch.Tensor) -> dict[str, float]:
+        """A function of the iterate: its draws are the same each time."""
+        if self._evaluate is None:
+            return {}
+        self._prepare(iterate)
+        with torch.no_grad(), self._draws_of(self.seed, _EVALUATION_WORKER, 0):
+            return _numbers(self._evaluate(self.module))
+
+    def state_dict(self, iterate: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The module's whole state at the iterate, in host memory: frozen parameters, tied names and buffers too."""
+        self._prepare(iterate)
+        state = self.module.state_dict()
+        return {name: t.detach().cpu().clone() for name, t in state.items() if isinstance(t, torch.Tensor)}
+
+    def _prepare(self, iterate: torch.Tensor) -> None:
+        """The module in evaluation mode, with these weights and the running statistics that belong to them."""
+
+        def forward(draw: int) -> None:
+            with self._draws_of(self.seed, STATISTICS_WORKER, draw):
+                for batch in self._draw_batches(self.seed, STATISTICS_WORKER, draw):
+                    self._loss_of(batch)
+
+        self._stop = never
         self.load(iterate)
-        self.module.eval()
-        with torch.no_grad():
-            return dict(self._evaluate(self.module))
+        self._buffers.restore()
+        estimate(self.module, forward, self._statistics_batches)
 
     def _look(self, module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
         self._check()
-        if output.requires_grad:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(self._check)
 
     def _check(self, gradient: torch.Tensor | None = None) -> None:
         if self._stop():
             raise Interrupted
+
+
+def _numbers(figures: object) -> dict[str, float]:
+    if not isinstance(figures, Mapping):
+        raise Mistake(f"evaluate gave {type(figures).__name__}: it has to give a mapping of names to numbers")
+    found = {}
+    for name, value in figures.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise Mistake(f"evaluate gave {name!r} as {type(value).__name__}: it has to be one number") from error
+    return found
+
+
+def _trainable(module: nn.Module, role: Callable[[str, nn.Parameter], str]) -> list[Parameter]:
+    found = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dtype != torch.float32:
+            raise Mistake(
+                f"parameter {name!r} is {parameter.dtype}: only float32 can be trained; use module.float(), and "
+                "autocast in loss for narrower arithmetic"
+            )
+        its_role = role(name, parameter)
+        if its_role not in ROLES:
+            raise Mistake(f"parameter {name!r} was given the role {its_role!r}; known: {', '.join(ROLES)}")
+        found.append(Parameter(name, tuple(parameter.shape), its_role))
+    if not found:
+        raise Mistake(f"the module ({type(module).__name__}) has no parameters that require a gradient")
+    return found
+
+
+def _fingerprint(module: nn.Module) -> str:
+    """Of what every machine has to make in the same way, because it does not travel: frozen parameters and buffers."""
+    digest = hashlib.sha256()
+    state = module.state_dict(keep_vars=True)
+    fixed = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and not t.requires_grad}
+    for name, tensor in fixed.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16] if fixed else ""

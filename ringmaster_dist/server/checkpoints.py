@@ -95,6 +95,14 @@ class Checkpoints:
         return self._folder.iterdir() if self._folder.is_dir() else iter(())
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is one by its name or by its content. Raises SafetensorError if it is no safetensors file."""
+    if _NAME.fullmatch(path.name):
+        return True
+    with safe_open(path, framework="pt") as file:
+        return (file.metadata() or {}).get("format") == FORMAT
+
+
 def read(path: Path) -> dict[str, Any]:
     """The state in a file. Raises ValueError with the reason if it is not a whole checkpoint."""
     match = _NAME.fullmatch(path.name)

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 
 from ringmaster_dist.config.build import build_core, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.server import weights
+from ringmaster_dist.simulation.doubt import Computed, why_different
 from ringmaster_dist.wire import Ends
 
 
@@ -34,13 +35,14 @@ def replay(directory: Path) -> Outcome:
             raise UserError(f"{directory} has no {name}: replay needs the directory of a finished ringmaster train")
     config = from_yaml((directory / "config.yaml").read_text())
     problem = build_problem(config)
-    core = build_core(config, problem)
+    core = build_core(config, problem, directory)
     wire = Ends(build_wire(config), core.update.layout.size, problem.dtype)
     arrivals, members = _records(directory / "trace.jsonl"), _records(directory / "members.jsonl")
     terms = _records(directory / "terms.jsonl")
     last_use = {record["gradient_version"]: index for index, record in enumerate(arrivals)}
     iterates = {0: core.snapshot.iterate}
     next_member = 0
+    last: Computed | None = None  # the last accepted arrival
     slots: dict[int, int] = {}
     problems = {config.problem.batch: problem}  # by the number of rows of a gradient
     torch.set_num_threads(config.cluster.threads)  # as the workers; the bits depend on it
@@ -71,6 +73,8 @@ def replay(directory: Path) -> Outcome:
                 problems[rows].bind(core.update.layout)
             gradient, loss = problems[rows].gradient(iterate, config.run.seed, worker, sequence)
             gradient = wire.pack_gradient(gradient)
+            computed = Computed(problems[rows], iterates[version], version, worker, sequence)
+            last = computed if record["verdict"] == "accepted" else last
         torch.set_num_threads(config.server.compute_threads)
         receipt = core.push(worker, sequence, named, gradient, record["term"], record["compute_seconds"])
         torch.set_num_threads(config.cluster.threads)
@@ -81,7 +85,7 @@ def replay(directory: Path) -> Outcome:
             return Outcome(
                 False, before, index,
                 f"the loss at version {version} (arrival {index}) was {record['loss']!r}, the replay says {loss!r}: "
-                f"the iterates differ from update {version} on",
+                f"the iterates differ from update {version} on{why_different(config, wire, computed)}",
             )  # fmt: skip
         iterates.setdefault(core.version, core.snapshot.iterate)
         for old in [v for v in (version, before) if last_use.get(v, -1) <= index and v != core.version]:
@@ -89,13 +93,14 @@ def replay(directory: Path) -> Outcome:
     torch.set_num_threads(config.server.compute_threads)
     for member in members[next_member:]:
         _member(core, member)
-    final = load_file(directory / "final.safetensors")
+    final, version = weights.read(directory / "final.safetensors")
     views = core.update.layout.views(core.snapshot.iterate)
-    if core.version != int(final.pop("version")):
+    if core.version != version:
         return Outcome(False, core.version, len(arrivals), "the numbers of updates differ")
-    different = [name for name, tensor in final.items() if not torch.equal(tensor, views[name])]
+    different = [name for name, view in views.items() if name not in final or not torch.equal(final[name], view)]
     if different:
-        return Outcome(False, core.version, len(arrivals), f"the final iterate differs in {', '.join(different)}")
+        why = why_different(config, wire, last) if last else ""
+        return Outcome(False, core.version, len(arrivals), f"the final iterate differs in {', '.join(different)}{why}")
     return Outcome(True, core.version, len(arrivals), "the same bits")
 
 

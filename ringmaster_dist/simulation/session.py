@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -141,12 +142,12 @@ def simulate(
     progress: ProgressCallback = lambda fraction, text: None,
     should_stop: Callable[[], bool] = lambda: False,
     logger: Logger | None = None,
-    make_core: Callable[[Config, Problem], ServerCore] = build_core,
+    make_core: Callable[[Config, Problem, Path], ServerCore] = build_core,
 ) -> dict[str, Any]:
     """Plays the run, writes its files, returns the summary. ``should_stop`` is asked between two arrivals."""
     began = time.perf_counter()
     problem = build_problem(config)
-    core = make_core(config, problem)
+    core = make_core(config, problem, directory.path)
     speeds = build_speeds(config)
     engine = choose_engine(config, problem, speeds)
     trace = directory.open_trace() if config.run.trace else None

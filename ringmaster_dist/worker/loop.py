@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ringmaster_dist import randomness
+from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted, Problem
 from ringmaster_dist.profiles import jittered_seconds
 from ringmaster_dist.protocol import (
@@ -185,9 +186,11 @@ class Worker:
         except Interrupted:
             return None
         except Exception as error:
-            log.exception("worker-%d v=%d could not compute a gradient", worker, snapshot.version)
+            is_mistake = isinstance(error, Mistake)  # its message says everything
+            if not is_mistake:
+                log.exception("worker-%d v=%d could not compute a gradient", worker, snapshot.version)
             self._insist(lambda c: c.leave(session))  # so that nobody waits for it
-            what = f"{type(error).__name__}: {error}"
+            what = str(error) if is_mistake else f"{type(error).__name__}: {error}"
             raise Failed(f"the gradient at version {snapshot.version} could not be computed: {what}") from error
 
     def _fetch(self, session: str, known: Snapshot) -> Reply:

@@ -143,7 +143,7 @@ def test_other_packages_and_other_data_are_refused_with_the_reason(tmp_path, mon
         other = start(OTHER_VERSION, *given, cwd=tmp_path / "server")
         told(other, 2, f"this machine has version 9.9.9 of ringmaster-dist, the server {__version__}: install the same")
         elsewhere = start("ringmaster_dist.worker", *given, cwd=tmp_path / "other")
-        told(elsewhere, 2, "this machine has other data than the server")
+        told(elsewhere, 2, "this machine has other data than the server, or other frozen weights or buffers")
         nowhere = start("ringmaster_dist.worker", *given, cwd=tmp_path / "none")
         told(nowhere, 2, "cannot be joined from here", "theirs:factory cannot be imported here")
         until(lambda: sum(m["event"] == "leave" for m in run.members()) == 5, "they have left again")

@@ -61,6 +61,7 @@ def test_every_key_has_a_comment():
     ):
         for section in sections:
             assert all(f"{section}.{key}" in comments({}, name) for key in compose([], name)[section])
+        assert {"init"} <= comments({}, name).keys()
 
 
 def test_printed_configuration_loads_back():

@@ -60,7 +60,6 @@ class NanoChatProblem(ModuleProblem):
             torch.manual_seed(seed)
             model = NanoChat(config)
         self.config, self.rows, self.model = config, rows, model
-        self.data_fingerprint = rows.fingerprint
         self._batch, self._micro_batch = batch, micro_batch or batch
         self.validation_rows, self._final_tokens = validation_rows, final_tokens
         on_gpu = torch.device(device).type == "cuda"
@@ -77,7 +76,9 @@ class NanoChatProblem(ModuleProblem):
             clip=clip,
             weight=weight,
             loss_scales=_FP16_SCALES if self._precision == "float16" else (1.0,),
+            seed=seed,
         )
+        self.data_fingerprint = rows.fingerprint
         self._forward = torch.compile(model) if compiled else model
 
     def _draw(self, seed: int, worker_id: int, sequence: int) -> Sequence[torch.Tensor]:

@@ -1,0 +1,91 @@
+"""Computes one gradient and one evaluation of the user's own problem before anything is started.
+
+A mistake in the user's code is shown once, here, and not by every worker in turn.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from ringmaster_dist.config.build import build_layout, build_problem
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.own_code import told_once
+from ringmaster_dist.config.schema import Config
+from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems.module import ModuleProblem
+
+_ROUNDING = 1e-3  # relative to the largest entry; a GPU does not sum in the same order each time
+
+
+def rehearse(config: Config, device: str = "cpu") -> None:
+    """Raises `UserError` at a mistake in the user's code; only warns if the gradient does not repeat."""
+    if config.problem.name != "python":
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.cluster.threads)
+    try:
+        _rehearse(config, device)
+    finally:
+        torch.set_num_threads(threads)
+        gc.collect()
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+def _rehearse(config: Config, device: str) -> None:
+    target, seed = config.problem.target or "", config.run.seed
+    problem = build_problem(config, device)
+    with told_once(target, "the problem could not be set up"):
+        size = build_layout(config, problem).size
+        iterate = problem.initial(seed)
+        _check_tensor(target, "the initial iterate", iterate, size, problem)
+    with told_once(target, "the gradient could not be computed"):
+        first, first_loss = problem.gradient(iterate, seed, 0, 0)
+        _check_tensor(target, "the gradient", first, size, problem)
+        first = first.detach().clone()
+        float(first_loss)
+        second, second_loss = problem.gradient(iterate, seed, 0, 0)
+    if not bool(torch.isfinite(first).all()):
+        what = f"problem.target={target}: the gradient of worker 0 at the initial iterate is not finite"
+        if not isinstance(problem, ModuleProblem):
+            raise UserError(what)
+        _warn(f"{what}: the server does not accept such gradients")
+    elif float(first_loss) != float(second_loss) or not _is_same(first, second.detach(), exact=device == "cpu"):
+        _warn(
+            f"problem.target={target}: the gradient is not a function of its arguments: computed twice with the same "
+            "arguments it differs, so ringmaster replay will not give the same bits"
+        )
+    with told_once(target, "the evaluation failed"):
+        figures = problem.evaluate(iterate)
+    _check_figures(target, figures)
+
+
+def _check_tensor(target: str, what: str, tensor: object, size: int, problem: Problem) -> None:
+    expected = f"it has to be a tensor of shape ({size},) and {problem.dtype}"
+    if not isinstance(tensor, torch.Tensor):
+        raise UserError(f"problem.target={target}: {what} is of type {type(tensor).__name__}: {expected}")
+    if tuple(tensor.shape) != (size,) or tensor.dtype != problem.dtype:
+        raise UserError(f"problem.target={target}: {what} is {tuple(tensor.shape)} {tensor.dtype}: {expected}")
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor, *, exact: bool) -> bool:
+    if exact:
+        return torch.equal(first, second)
+    return float((first - second).abs().max()) <= _ROUNDING * float(first.abs().max())
+
+
+def _check_figures(target: str, figures: object) -> None:
+    expected = "evaluate has to give a mapping of names to numbers"
+    if not isinstance(figures, Mapping):
+        raise UserError(f"problem.target={target}: evaluate gave {type(figures).__name__}: {expected}")
+    for name, value in figures.items():
+        if not isinstance(name, str) or not isinstance(value, int | float):
+            raise UserError(f"problem.target={target}: evaluate gave {name!r}: {type(value).__name__}: {expected}")
+
+
+def _warn(text: str) -> None:
+    print(f"ringmaster: warning: {text}", file=sys.stderr, flush=True)

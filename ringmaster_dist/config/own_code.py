@@ -1,0 +1,106 @@
+"""Calls the user's own code, and shows a mistake in it as the user's traceback, without the frames of this program."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ringmaster_dist
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.errors import Mistake
+from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems.seeding import seeded
+
+_PACKAGE = str(Path(ringmaster_dist.__file__).parent) + os.sep
+_NEEDED = ("parameters", "dtype", "objective", "quick_to_evaluate", "bind", "initial", "gradient", "evaluate")
+
+
+@contextmanager
+def told_once(target: str, what: str) -> Iterator[None]:
+    """Turns whatever the block raises into one `UserError`: a first line, then the user's own frames."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Mistake as error:
+        raise UserError(f"problem.target={target}: {what}: {error}") from error
+    except Exception as error:
+        raise UserError(f"problem.target={target}: {what}\n{own_frames(error)}") from error
+
+
+def own_frames(error: BaseException) -> str:
+    """The traceback without frames of this program, of installed packages and of the import system."""
+    shown = traceback.TracebackException.from_exception(error)
+    if not _cut(shown, installed=True):  # the user's code may be an installed package
+        shown = traceback.TracebackException.from_exception(error)
+        if not _cut(shown, installed=False):
+            return "".join(shown.format_exception_only()).rstrip()
+    return "".join(shown.format()).rstrip()
+
+
+def _cut(shown: traceback.TracebackException, *, installed: bool) -> int:
+    """Removes frames in place; gives the number that is left."""
+    shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if _is_own(f.filename, installed)])
+    for earlier in (shown.__cause__, shown.__context__):
+        if earlier is not None:
+            _cut(earlier, installed=installed)
+    return len(shown.stack)
+
+
+def _is_own(filename: str, installed: bool) -> bool:
+    if filename.startswith((_PACKAGE, "<frozen importlib")) or f"{os.sep}importlib{os.sep}" in filename:
+        return False
+    return not (installed and f"{os.sep}site-packages{os.sep}" in filename)
+
+
+def problem_from(target: str, arguments: dict[str, Any], seed: int, device: str) -> Problem:
+    """A problem of the user's own: imported by name on every machine; no code travels.
+
+    The random generators are seeded, so that every machine draws the same initial and frozen weights.
+    """
+    factory = _imported(target, seed, device)
+    given = {**arguments, "seed": seed, "device": device}
+    try:
+        inspect.signature(factory).bind(**given)
+    except TypeError as error:
+        raise UserError(f"problem.target={target} does not take these problem.args: {error}") from error
+    except ValueError:
+        pass  # a callable of C has no signature
+    with told_once(target, "the factory failed"), seeded(seed, device):
+        problem: Problem = factory(**given)
+    missing = [name for name in _NEEDED if not hasattr(problem, name)]
+    if missing:
+        raise UserError(
+            f"problem.target={target} gave {_named(problem)}, which has no {missing[0]}: the factory has to return a "
+            "ModuleProblem(module, batches, loss), or an object with the shape of ringmaster_dist.problems.Problem"
+        )
+    return problem
+
+
+def _imported(target: str, seed: int, device: str) -> Any:
+    module_name, _, name = target.partition(":")
+    if os.getcwd() not in sys.path:  # a script's own folder is there, the one it is called in is not
+        sys.path.append(os.getcwd())
+    try:
+        with seeded(seed, device):
+            module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"problem.target={target} cannot be imported here: {error}") from error
+    except Exception as error:
+        raise UserError(f"problem.target={target} cannot be imported here\n{own_frames(error)}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        what = f"{name} is {_named(factory)}, not a function" if hasattr(module, name) else f"it has no {name!r}"
+        raise UserError(f"problem.target={target} cannot be imported here: {what}")
+    return factory
+
+
+def _named(thing: object) -> str:
+    return "None" if thing is None else f"an object of type {type(thing).__name__}"

@@ -1,0 +1,118 @@
+"""A mistake in the user's code is told once, with the user's own frames, before anything is started."""
+
+import random
+
+import pytest
+
+from ringmaster_dist.cli.main import main
+
+HEAD = """
+import random, torch
+from torch import nn
+from ringmaster_dist.problems.module import ModuleProblem
+from ringmaster_dist.problems.quadratic import Quadratic
+def batches(seed, worker, sequence):
+    return [torch.ones(2, 3) * sequence]
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+PLAIN = "def factory(seed, device):\n    return ModuleProblem({module}, batches, {loss}{more})\n"
+
+
+def plain(module="nn.Linear(3, 1)", loss="loss", more=""):
+    return HEAD + PLAIN.format(module=module, loss=loss, more=more)
+
+
+def own(body):
+    return f"{HEAD}class Own(Quadratic):\n    {body}\ndef factory(seed, device):\n    return Own(4)\n"
+
+
+def deep(where):
+    return plain(more=f", {where}=broken").replace("def loss", "def broken(*given):\n    return [][7]\ndef loss")
+
+
+# The text of the module; what is said in one line; whether the user's frames follow.
+MISTAKES = [
+    (HEAD + "def factory(seed, device):\n    return len(5)\n", "the factory failed", "in factory"),
+    (HEAD + "def factory(seed, device):\n    return None\n", "gave None, which has no parameters", ""),
+    (HEAD + "def factory(seed, device):\n    return nn.Linear(3, 1)\n", "type Linear, which has no dtype", ""),
+    (HEAD + "def factory(device):\n    return 1\n", "does not take these problem.args: got an unexpected", ""),
+    (HEAD + "factory = 5\n", "factory is an object of type int, not a function", ""),
+    (HEAD + "def other(): pass\n", "it has no 'factory'", ""),
+    ("def factory(:\n", "cannot be imported here", "SyntaxError"),
+    ("import nothing_of_that_name\n", "No module named 'nothing_of_that_name'", ""),
+    ("from json import nothing\n", "cannot be imported here", "ImportError"),
+    ("{}[1]\n", "cannot be imported here", "KeyError: 1"),
+    (plain("nn.ReLU()"), "the factory failed: the module (ReLU) has no parameters that require", ""),
+    (plain("nn.Linear(3, 1).double()"), "parameter 'weight' is torch.float64", ""),
+    (plain("nn.Linear(3, 0)"), "parameter 'weight' of shape (0, 3) is empty", ""),
+    (plain(more=", role=lambda name, p: 'row'"), "'weight' was given the role 'row'", ""),
+    (plain(loss="lambda model, batch: model(batch)"), "loss gave a tensor of shape (2, 1)", ""),
+    (plain(loss="lambda model, batch: model(batch, 1)"), "the gradient could not be computed", "in <lambda>"),
+    (plain().replace("* sequence]", "* sequence][1:]"), "batches(seed=0, worker=0, sequence=0) gave nothing", ""),
+    (deep("evaluate"), "the evaluation failed", "in broken\n    return [][7]"),
+    (plain(more=", evaluate=lambda model: None"), "the evaluation failed: evaluate gave NoneType", ""),
+    (plain(more=", evaluate=lambda model: {'loss': 'low'}"), "evaluate gave 'loss' as str", ""),
+    (own("gradient = lambda self, x, *r: (x[:2], 0.0)"), "the gradient is (2,) torch.float64: it has to be", ""),
+    (own("gradient = lambda self, x, *r: (x.float(), 0.0)"), "the gradient is (4,) torch.float32: it has to be", ""),
+    (own("gradient = lambda self, x, *r: (x / 0, 0.0)"), "at the initial iterate is not finite", ""),
+    (own("evaluate = lambda self, x: 3.0"), "evaluate gave float: evaluate has to give a mapping", ""),
+    (own("evaluate = lambda self, x: {'gap': x}"), "evaluate gave 'gap': Tensor", ""),
+    (own("initial = lambda self, seed: torch.zeros(4)"), "the initial iterate is (4,) torch.float32", ""),
+]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs a command on a module of this text; gives the exit code and the words on stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *words):
+        name = f"own_{random.randrange(10**12)}"
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        given = ["problem=python", f"problem.target={name}:factory", "cluster.workers=2", f"run.dir={tmp_path}/run"]
+        code = main([*words, *given])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(("text", "line", "frames"), MISTAKES, ids=[line for _, line, _ in MISTAKES])
+def test_a_mistake_is_told_once(text, line, frames, command, tmp_path):
+    code, errors = command(text, "train")
+    assert code == 2
+    first, *rest = errors.strip().splitlines()
+    assert first.startswith("ringmaster: problem")
+    assert line in first
+    assert frames in errors
+    assert bool(rest) == bool(frames)
+    assert "ringmaster_dist/" not in errors
+    assert "site-packages" not in errors
+    assert errors.count("Traceback") <= 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("index", [0, 15])
+def test_simulate_tells_the_same(index, command):
+    text, line, frames = MISTAKES[index]
+    code, errors = command(text, "simulate")
+    assert code == 2
+    assert line in errors.splitlines()[0]
+    assert frames in errors
+
+
+def test_a_gradient_that_does_not_repeat_is_a_warning(command, tmp_path):
+    counting = plain(loss="lambda model, batch: loss(model, batch) + next(count)")
+    text = "import itertools\ncount = itertools.count()\n" + counting
+    code, errors = command(text, "simulate", "budget.updates=3")
+    assert code == 0
+    assert len(errors.strip().splitlines()) == 1
+    assert "the gradient is not a function of its arguments" in errors
+    assert (tmp_path / "run/summary.json").exists()
+
+
+def test_what_repeats_says_nothing(command):
+    """Dropout, random numbers in `batches`, and a factory that forgets the seed."""
+    text = plain("nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 1))").replace("torch.ones", "torch.randn")
+    assert command(text, "simulate", "budget.updates=3") == (0, "")
