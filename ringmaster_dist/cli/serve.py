@@ -178,7 +178,7 @@ def serve(
     divergence, counted = _divergence(problem, directory), (core.accepted, core.invalid)
 
     def record(evaluation: Mapping[str, float]) -> None:
-        loud = divergence.look(evaluation, metrics.train_loss)
+        loud = divergence.look(evaluation, metrics.train_loss, core.accepted)
         row = metrics.row(service, evaluation, host.counts) | {"diverged": divergence.diverged}
         journal.metrics.write(row)
         logger.row(row)
@@ -216,7 +216,7 @@ def serve(
     directory.write_summary(summary)
     if not stopped:  # the closing evaluation takes longer; who has asked for a stop does not wait for it
         evaluation = evaluate_at_the_end(problem, core.snapshot.iterate)
-        divergence.look(evaluation)
+        divergence.look(evaluation, metrics.train_loss, core.accepted)
         summary |= finite({f"final_{name}": value for name, value in evaluation.items()})
         summary |= {"diverged": divergence.diverged, "evaluated_on": evaluated_on(problem, at_the_end=True)}
         directory.write_summary(summary)
@@ -229,7 +229,7 @@ def _divergence(problem: Problem, directory: RunDirectory) -> Divergence:
     """That has seen what an earlier term has measured."""
     divergence = Divergence(problem.objective)
     for row in directory.read_rows("metrics.jsonl"):
-        divergence.look(row, row.get("train_loss"))
+        divergence.look(row, row.get("train_loss"), row["accepted"])
     return divergence
 
 

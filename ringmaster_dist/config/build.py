@@ -107,8 +107,8 @@ def _from_python(config: Config, device: str) -> Problem:
     if config.problem.clip is not None:
         if not hasattr(problem, "clip"):
             raise UserError(
-                f"problem.clip={config.problem.clip:g}: what {target} returns has no attribute clip, so it clips nothing; "
-                "use a ModuleProblem, or clip in your own gradient"
+                f"problem.clip={config.problem.clip:g}: what {target} returns has no attribute clip and clips "
+                "nothing: use a ModuleProblem, or clip in your own gradient"
             )
         problem.clip = config.problem.clip
     return problem

@@ -1,7 +1,7 @@
 """Notices a run whose loss is not finite, or has risen far above where it began.
 
 What an evaluation says of the objective counts. A problem that does not evaluate is judged by the smoothed loss of its
-gradients, which is noisy: it has to rise further.
+gradients, which is noisy: it has to rise further, and over some gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _RISE = 0.25  # of an evaluated objective, as a fraction of its first value
-_RISE_OF_TRAINING = 1.0  # of the smoothed loss of gradients
+_RISE_OF_TRAINING = 2.0  # of the smoothed loss of gradients
+_LEAST_GRADIENTS = 30  # before which that says nothing
 
 
 class Divergence:
@@ -22,17 +23,25 @@ class Divergence:
         self.value = math.nan  # the newest
         self.began_at: float | None = None
         self._evaluates = False
+        self._num_gradients = 0
 
     @property
     def diverged(self) -> bool:
         if self.began_at is None:
             return False
+        if not math.isfinite(self.value):
+            return True
+        if not self._evaluates and self._num_gradients < _LEAST_GRADIENTS:
+            return False
         allowed = (_RISE if self._evaluates else _RISE_OF_TRAINING) * abs(self.began_at)
-        return not self.value - self.began_at <= allowed  # also where the value is no number
+        return self.value - self.began_at > allowed
 
-    def look(self, evaluation: Mapping[str, Any], train_loss: float | None = None) -> bool:
-        """Takes note of a row; whether it is the first of a rise, which is to be said aloud."""
-        before = self.diverged
+    def look(self, evaluation: Mapping[str, Any], train_loss: float | None = None, num_gradients: int = 0) -> bool:
+        """Takes note of a row; whether it is the first of a rise, which is to be said aloud.
+
+        ``train_loss`` is smoothed over ``num_gradients`` so far.
+        """
+        before, self._num_gradients = self.diverged, num_gradients
         if self.objective in evaluation:
             if not self._evaluates:
                 self._evaluates, self.began_at = True, None

@@ -45,7 +45,7 @@ class Recorder:
         self._core, self._problem, self._budget = core, problem, config.budget
         self._metrics, self._changes, self._trace, self._progress = metrics, changes, trace, progress
         self._arrivals = 0
-        self._train_loss: float | None = None  # smoothed
+        self.train_loss: float | None = None  # smoothed
         self._every, self._next_evaluation = config.eval.every, 0
         self._value: dict[str, float] = {}
         self.rows: list[dict[str, Any]] = []
@@ -57,8 +57,8 @@ class Recorder:
     ) -> None:  # fmt: skip
         self._note_changes(time)
         if loss is not None:
-            before = loss if self._train_loss is None else self._train_loss
-            self._train_loss = before + SMOOTHING * (loss - before)
+            before = loss if self.train_loss is None else self.train_loss
+            self.train_loss = before + SMOOTHING * (loss - before)
         if self._trace is not None:
             self._trace.arrival(time, worker, sequence, gradient_version, receipt, loss, compute_seconds)
         self._arrivals += 1
@@ -86,7 +86,7 @@ class Recorder:
             "stale": core.stale,
             "invalid": core.invalid,
         }
-        if self.divergence.look(self._value if due else {}, self._train_loss):
+        if self.divergence.look(self._value if due else {}, self.train_loss, core.accepted):
             log.warning("simulation v=%d: %s", core.version, self.divergence.words(self._eta))
         row["diverged"] = self.divergence.diverged
         self.rows.append(row)
@@ -171,7 +171,7 @@ def simulate(
     at_the_end = ended == "budget"
     iterate = core.snapshot.iterate
     evaluation = evaluate_at_the_end(problem, iterate) if at_the_end else problem.evaluate(iterate)
-    recorder.divergence.look(evaluation)
+    recorder.divergence.look(evaluation, recorder.train_loss, core.accepted)
     summary = _summary(config, evaluation, core, speeds, simulator, engine, ended, time.perf_counter() - began)
     summary["diverged"] = recorder.divergence.diverged
     summary["evaluated_on"] = evaluated_on(problem, at_the_end=at_the_end)

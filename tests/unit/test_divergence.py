@@ -39,12 +39,13 @@ def test_it_is_said_once_for_every_rise():
 
 def test_a_problem_that_does_not_evaluate_is_judged_by_its_training_loss():
     divergence = Divergence("loss")
-    for value in (1.0, 1.9):
-        divergence.look({}, value)
+    for value, gradients in ((1.0, 1), (9.0, 29), (2.9, 50)):  # few gradients say nothing yet
+        divergence.look({}, value, gradients)
+        assert not divergence.diverged
+    assert divergence.look({}, 3.1, 60)
+    divergence.look({"accuracy": 0.5}, 0.9, 70)
     assert not divergence.diverged
-    assert divergence.look({}, 2.1)
-    divergence.look({"accuracy": 0.5}, 0.9)
-    assert not divergence.diverged
+    assert divergence.look({}, math.nan, 71)
 
 
 def test_what_is_written_is_json():
