@@ -11,7 +11,7 @@ _HELP = """ringmaster eval RUN_DIR|CHECKPOINT|WEIGHTS [--rows N]
 Evaluates weights: of a run (its newest good checkpoint), of one checkpoint, or exported ones. NanoChat: loss per token
 and bits per byte over the whole validation part.
 
-  --rows N   only the first N validation rows
+  --rows N   only N rows, spread over the validation part
 """
 
 
