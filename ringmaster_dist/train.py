@@ -11,11 +11,15 @@ quiet_environment()
 
 
 def main(argv: list[str]) -> int:
-    from ringmaster_dist.cli.main import main as ringmaster
-
     if "RANK" not in os.environ:
+        from ringmaster_dist.cli.main import main as ringmaster
+
         return ringmaster(["train", *argv])
-    return ringmaster(["torchrun-rank", *argv])
+
+    from ringmaster_dist.config.errors import exit_code_of
+    from ringmaster_dist.runtime.torchrun_rank import take_part
+
+    return exit_code_of(lambda: take_part(argv))
 
 
 if __name__ == "__main__":

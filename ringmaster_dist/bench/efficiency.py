@@ -50,7 +50,7 @@ def interrupted(interrupt: bool, seconds: float) -> dict[str, Any]:
     summary, trace = _train(8, seconds, "method=ringmaster", "method.threshold=2", f"method.interrupt={interrupt}")
     late = sorted(_lateness(trace, summary["per_worker"], threshold=2))
     within = [seconds for seconds, limit in late if seconds <= limit]
-    row = {_INTERRUPTED[0]: "on" if interrupt else "off", "wasted": f"{summary['wasted_fraction']:.0%}"}
+    row: dict[str, Any] = {_INTERRUPTED[0]: "on" if interrupt else "off", "wasted": f"{summary['wasted_fraction']:.0%}"}
     if interrupt and late:
         row |= {
             "restarts": summary["interrupted"],

@@ -212,12 +212,11 @@ def _ray(size: int) -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # it ends its own processes then, and in silence
 
-    @ray.remote
     class Server:
         def push(self, gradient: Any) -> Any:
             return gradient
 
-    server: Any = Server.remote()
+    server: Any = ray.remote(Server).remote()
     gradient = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
     _answer(lambda: ray.get(server.push.remote(gradient)))
 
@@ -274,11 +273,11 @@ def _our_exchange(address: str, wire: Wire, size: int, tls: bool) -> tuple[Calla
 
 
 if __name__ == "__main__":
-    others = {"tcp": _echo, "gloo": _gloo, "gloo-echo": _gloo_echo, "ray": _ray}
+    others: dict[str, Callable[..., None]] = {"tcp": _echo, "gloo": _gloo, "gloo-echo": _gloo_echo, "ray": _ray}
     if sys.argv[1] in others:
         others[sys.argv[1]](*map(int, sys.argv[2:]))
     elif sys.argv[1] == "client":
         _client(sys.argv[2], sys.argv[3] == "1", int(sys.argv[4]))
     else:
-        settings = {"host": sys.argv[3], "tls": sys.argv[4] == "1"}
-        serve("nanochat", _WIRES[sys.argv[2]], threshold=float("inf"), updates=False, **settings)
+        host, tls = sys.argv[3], sys.argv[4] == "1"
+        serve("nanochat", _WIRES[sys.argv[2]], threshold=float("inf"), updates=False, host=host, tls=tls)

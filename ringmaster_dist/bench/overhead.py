@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
-from ringmaster_dist.algorithm.methods import Method
+from ringmaster_dist.algorithm.methods import Change, Method
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.bench import show
@@ -43,6 +43,8 @@ class _Journal:
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None: ...
 
     def membership(self, worker: int, event: str, pushes: int, slot: int) -> None: ...
+
+    def change(self, time: float, change: Change) -> None: ...
 
     def flush(self) -> None: ...
 

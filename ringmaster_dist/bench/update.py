@@ -65,7 +65,8 @@ def _ours(layout: Layout, precision: torch.dtype | None = None) -> Callable[[], 
 
 def _split(layout: Layout) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """The same tensors as separate parameters with gradients: those with an oracle, and the rest."""
-    with_oracle, rest = [], []
+    with_oracle: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for parameter in layout.parameters:
         tensor = torch.nn.Parameter(torch.randn(parameter.shape))
         tensor.grad = torch.randn(parameter.shape)
@@ -79,7 +80,7 @@ def _torch_optim(layout: Layout) -> Callable[[], None]:
     sgd = torch.optim.SGD(rest, lr=_ETA, momentum=1 - _ALPHA, nesterov=True)
 
     def step() -> None:
-        muon.step()
+        muon.step()  # type: ignore[no-untyped-call]
         sgd.step()
 
     return step

@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
     names = [word for word in argv if not word.startswith("-")] or list(BENCHES)
     if unknown := options - {"--quick", "--json"}:
         raise UserError(f"there is no option {sorted(unknown)[0]}; see ringmaster bench --help")
-    if unknown := [name for name in names if name not in BENCHES]:
-        raise UserError(f"there is no bench {unknown[0]!r}; known: {', '.join(BENCHES)}")
+    if missing := [name for name in names if name not in BENCHES]:
+        raise UserError(f"there is no bench {missing[0]!r}; known: {', '.join(BENCHES)}")
     began = time.monotonic()
     for name in names:
         module = importlib.import_module(f"ringmaster_dist.bench.{name.replace('-', '_')}")

@@ -16,10 +16,10 @@ from typing import Any
 from ringmaster_dist.chaos.injector import Injector, last_version
 from ringmaster_dist.chaos.report import account, show
 from ringmaster_dist.chaos.schedule import schedule
-from ringmaster_dist.cli.supervisor import Place, become, leave, supervise
-from ringmaster_dist.cli.train import prepare
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.runtime.preparation import prepare
+from ringmaster_dist.runtime.supervisor import Place, become, leave, supervise
 
 _HELP = """ringmaster chaos [seconds=600] [faults=60] [restarts=2] [seed=0] [dir=DIR] [key=value ...] [--json]
 

@@ -24,8 +24,8 @@ def main(argv: list[str]) -> int:
 
     (path,), options = flags(argv, {"--rows": int}, "ringmaster eval runs/a")
 
-    from ringmaster_dist.cli.weights import find_weights
     from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
+    from ringmaster_dist.runtime.weights import find_weights
 
     weights = find_weights(Path(path))
     problem = weights.problem

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from ringmaster_dist.cli.weights import find_weights
+    from ringmaster_dist.runtime.weights import find_weights
     from ringmaster_dist.server.weights import by_name, write
 
     source = Path(argv[0])

@@ -6,8 +6,7 @@ import importlib
 import sys
 
 from ringmaster_dist import __version__
-from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.errors import Mistake
+from ringmaster_dist.config.errors import UserError, exit_code_of
 from ringmaster_dist.transport.quiet import quiet_environment
 
 COMMANDS = {
@@ -30,10 +29,6 @@ COMMANDS = {
     "bench": "measure this system beside its alternatives",
     "chaos": "train under kills, stops, disconnects, NaNs and server restarts, and account for it",
 }
-
-
-# Called by other processes of this program, not by hand.
-_INTERNAL = {"serve": "serve", "torchrun-rank": "torchrun_rank"}
 
 
 def usage() -> str:
@@ -60,17 +55,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(__version__)
         return 0
-    command, *rest = arguments
-    try:
-        if command not in COMMANDS and command not in _INTERNAL:
-            raise UserError(f"there is no command {command!r}; known: {', '.join(COMMANDS)}")
-        module = importlib.import_module(f"ringmaster_dist.cli.{_INTERNAL.get(command, command)}")
-        return int(module.main(rest))
-    except (UserError, Mistake) as error:
-        print(f"ringmaster: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("ringmaster: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        return 0
+    return exit_code_of(lambda: _run(*arguments))
+
+
+def _run(command: str, *arguments: str) -> int:
+    if command not in COMMANDS:
+        raise UserError(f"there is no command {command!r}; known: {', '.join(COMMANDS)}")
+    return int(importlib.import_module(f"ringmaster_dist.cli.{command}").main(list(arguments)))

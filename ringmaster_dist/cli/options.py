@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringmaster_dist.config.errors import UserError
@@ -27,7 +27,7 @@ def parse(argv: list[str], command: str) -> tuple[list[str], str]:
 
 
 def flags(
-    argv: list[str], known: dict[str, Callable[[str], Any] | None], example: str
+    argv: list[str], known: Mapping[str, Callable[[str], Any] | None], example: str
 ) -> tuple[list[str], dict[str, Any]]:
     """One argument, and options with their values (those of None are switches). Raises UserError."""
     words, options = many(argv, known, example)
@@ -37,7 +37,7 @@ def flags(
 
 
 def many(
-    argv: list[str], known: dict[str, Callable[[str], Any] | None], example: str
+    argv: list[str], known: Mapping[str, Callable[[str], Any] | None], example: str
 ) -> tuple[list[str], dict[str, Any]]:
     """As `flags`, with any number of arguments but none."""
     words, options, rest = [], {}, iter(argv)

@@ -38,10 +38,10 @@ def main(argv: list[str]) -> int:
     }
     (path,), options = flags(argv, known, "ringmaster sample runs/a --prompt 'def '")
 
-    from ringmaster_dist.cli.weights import find_weights
     from ringmaster_dist.problems.nanochat.generate import generate
     from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
     from ringmaster_dist.problems.nanochat.tokenizer import BOS
+    from ringmaster_dist.runtime.weights import find_weights
 
     temperature, top_k = options.get("--temperature", 0.8), options.get("--top-k", 50)
     if temperature < 0 or top_k < 0 or options.get("--tokens", 1) < 1:

@@ -54,13 +54,13 @@ def _run(overrides: list[str]) -> int:
 
     from rich.console import Console
 
-    from ringmaster_dist.cli.initial import chosen_weights, write_initial
-    from ringmaster_dist.cli.logger import open_logger
-    from ringmaster_dist.cli.rehearsal import rehearse
-    from ringmaster_dist.cli.signals import stop_signals
-    from ringmaster_dist.cli.train import show_report
     from ringmaster_dist.observe.console import ProgressLine, print_summary
     from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
+    from ringmaster_dist.runtime.closing import show_report
+    from ringmaster_dist.runtime.initial import chosen_weights, write_initial
+    from ringmaster_dist.runtime.logger import open_logger
+    from ringmaster_dist.runtime.rehearsal import rehearse
+    from ringmaster_dist.runtime.signals import stop_signals
     from ringmaster_dist.simulation.session import simulate
 
     rehearse(config)

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
-from ringmaster_dist.cli.dry_run import dry_run
-from ringmaster_dist.cli.initial import chosen_weights, write_initial
 from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
-from ringmaster_dist.cli.rehearsal import rehearse
-from ringmaster_dist.cli.supervisor import local_workers, supervise
 from ringmaster_dist.cli.watch import open_watcher
-from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
+from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.describe import annotated, keys_and_choices
-from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.profile_file import measured_times
-from ringmaster_dist.config.schema import Config
-from ringmaster_dist.config.secret import servers_token
-from ringmaster_dist.observe.console import ProgressLine, print_summary
 from ringmaster_dist.observe.live import View
-from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
-from ringmaster_dist.transport.addresses import elsewhere, is_loopback
-from ringmaster_dist.worker.job import device_of
+from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.runtime.closing import show_summary
+from ringmaster_dist.runtime.dry_run import dry_run
+from ringmaster_dist.runtime.preparation import RunIsOver, prepare, prepare_data
+from ringmaster_dist.runtime.supervisor import supervise
 
 log = logging.getLogger(__name__)
 
@@ -124,148 +115,8 @@ def _run(overrides: list[str]) -> int:
     return code
 
 
-def prepare_data(config: Config) -> None:
-    """Before the processes start, so that they find it and its progress can be seen."""
-    from ringmaster_dist.config.build import build_rows
-
-    line = ProgressLine(Console(file=sys.stderr))
-    try:
-        build_rows(config, line.show)
-    finally:
-        line.close()
-
-
 def show_sample(directory: RunDirectory) -> None:
     from ringmaster_dist.cli import sample
 
     print("  a sample (ringmaster sample writes more):\n", flush=True)
     sample.main([str(directory.path), "--prompt", "def ", "--tokens", "80"])
-
-
-class RunIsOver(Exception):
-    """There is nothing to go on with, and that is as it should be."""
-
-
-def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
-    """Checks everything, claims or reopens the run directory, writes the configuration and the token.
-
-    Raises `RunIsOver` with resume=auto where the run in the directory has ended by its budget.
-    """
-    resumed = next((word.partition("=")[2] for word in overrides if word.startswith("resume=")), "")
-    if resumed == "auto":
-        composed = compose(overrides, "train")
-        resumed = _begun(composed.run.dir)
-        composed.resume = None
-        if resumed:
-            same_run(Path(resumed), composed)
-            composed.init = begun_from(Path(resumed))  # init counts only for the beginning
-    else:
-        resumed = "" if resumed == "null" else resumed
-        composed = continued(Path(resumed), overrides) if resumed else compose(overrides, "train")
-    config = to_typed(composed, real_time=True)
-    _refuse_loopback_for_others(config)
-    _refuse_plain_text(config)
-    token = servers_token()
-    if not config.run.trace:
-        raise UserError("run.trace=false is for simulations: a real run without its trace could not be replayed")
-    if config.cluster.phases:
-        raise UserError("cluster.phases changes speeds in simulations only: real workers keep their pace")
-    if resumed:
-        directory = RunDirectory.opened(Path(resumed))
-        try:
-            directory.refuse_if_in_use()
-        except RunDirectoryError as error:
-            raise UserError(str(error)) from error
-        _refuse_if_used_up(config, directory, asked="resume=auto" not in overrides)
-        rehearse(config, device_of(0))
-        if token:
-            directory.write_secret("token", token)
-        for name in ("summary.json", "final.safetensors"):  # of the part before
-            (directory.path / name).unlink(missing_ok=True)
-    else:
-        rehearse(config, device_of(0))
-        if config.init and config.problem.name == "nanochat":
-            prepare_data(config)  # to know the names of its parameters
-        initial = chosen_weights(config)
-        name = f"{config.problem.name}-{config.method.name}"
-        try:
-            directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
-        except RunDirectoryError as error:
-            raise UserError(str(error)) from error
-        write_initial(directory.path, initial)
-        directory.write_secret("token", token or secrets.token_hex(16))
-    composed.run.dir = str(directory.path)
-    if config.cluster.profile == "file":  # which workers on other machines do not have
-        composed.cluster.times = measured_times(config.cluster)
-    text = annotated(composed) + "\n"
-    directory.write_config(text)
-    return config, text, directory
-
-
-def _begun(directory: str | None) -> str:
-    """The directory, if it holds a run that can go on; empty if not."""
-    if directory is None:
-        raise UserError("resume=auto needs run.dir, the directory to look into")
-    return directory if all((Path(directory) / name).exists() for name in ("config.yaml", "token")) else ""
-
-
-def _refuse_loopback_for_others(config: Config) -> None:
-    others = config.cluster.workers - local_workers(config)
-    if others and is_loopback(config.server.host):
-        raise UserError(
-            f"server.host={config.server.host} is loopback, which only this machine can reach, but {others} of "
-            f"cluster.workers={config.cluster.workers} are to come from elsewhere (cluster.local_workers="
-            f"{local_workers(config)}): set server.host to an address they can reach, of {elsewhere()}"
-        )
-
-
-def _refuse_plain_text(config: Config) -> None:
-    server = config.server
-    if server.tls or is_loopback(server.host):
-        return
-    if not server.insecure:
-        raise UserError(
-            f"server.tls=false with server.host={server.host}: whoever is on the network between could read the token "
-            "and take part; leave server.tls at true, or say server.insecure=true if that network is yours alone"
-        )
-    log.warning("server.tls=false: the token and all training data cross the network at %s unencrypted", server.host)
-
-
-def _refuse_if_used_up(config: Config, directory: RunDirectory, *, asked: bool) -> None:
-    import json
-
-    summary = json.loads(directory.read("summary.json") or "{}")
-    for unit in ("updates", "seconds"):
-        limit, used = getattr(config.budget, unit), summary.get(unit, 0)
-        if limit is not None and used >= limit and not asked:
-            raise RunIsOver(f"the run in {directory.path} is over: {used:g} {unit}; budget.{unit} may be raised")
-        if limit is not None and used >= limit:
-            raise UserError(
-                f"resume={directory.path}: the run has used up its budget ({used:g} {unit}): raise budget.{unit}"
-            )
-
-
-def show_summary(directory: RunDirectory, *, report: bool) -> int:
-    """The end in words; and drawn, if wanted. Returns the exit code: 1 for a run that has diverged."""
-    import json
-
-    summary = json.loads((directory.path / "summary.json").read_text())
-    first = directory.read_rows("metrics.jsonl")[0]
-    initial = first.get("gap", first.get("loss"))
-    print_summary(Console(file=sys.stdout), summary, initial, directory.path)
-    if report:
-        show_report(directory.path)
-    return 1 if summary["diverged"] else 0
-
-
-def show_report(directory: Path) -> None:
-    """Draws the report and says where it is. Whatever goes wrong with it, the run was done."""
-    from ringmaster_dist.observe.report import FOLDER, write_report
-
-    try:
-        print(f"  report: {write_report([directory], directory / FOLDER)[0]}", flush=True)
-    except Exception as error:
-        log.debug("the report could not be drawn", exc_info=True)
-        print(
-            f"ringmaster: the report could not be drawn ({error}): see ringmaster report {directory}", file=sys.stderr
-        )

@@ -1,5 +1,26 @@
-"""The one exception for what is the user's to mend."""
+"""The exception for a mistake of the user, and how a process ends with one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from ringmaster_dist.errors import Mistake
 
 
 class UserError(Exception):
     """A mistake of the user: the message is one helpful line, shown without traceback, exit code 2."""
+
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Does the work of a process. A mistake is one line on stderr and exit code 2."""
+    try:
+        return work()
+    except (UserError, Mistake) as error:
+        print(f"ringmaster: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ringmaster: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        return 0

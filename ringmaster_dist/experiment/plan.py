@@ -177,7 +177,7 @@ def radii(size: str, seeds: int) -> Plan:
             "rate.scalar": [0.01, 0.04],
         },
     }
-    common = (*_LANGUAGE, "budget.updates=400")
+    common: tuple[str, ...] = (*_LANGUAGE, "budget.updates=400")
     if size == "smoke":
         grids = {name: {key: values[:1] for key, values in grid.items()} for name, grid in grids.items()}
         common = (*_LANGUAGE, *_SMALL)
@@ -193,7 +193,7 @@ def steps(size: str, seeds: int) -> Plan:
     later = [25 * eta for eta in etas]  # of the agnostic schedule, which falls with the number of updates
     methods = ("ringmaster", "delay_adaptive", "asynchronous")
     grids = {"ringmaster_agnostic": {"method.eta": later}, **{name: {"method.eta": etas} for name in methods}}
-    common = (*_LANGUAGE, "budget.updates=200", "cluster.workers=16")
+    common: tuple[str, ...] = (*_LANGUAGE, "budget.updates=200", "cluster.workers=16")
     if size == "smoke":
         grids = {name: {"method.eta": grid["method.eta"][1:2]} for name, grid in grids.items()}
         common = (*_LANGUAGE, *_SMALL, "cluster.workers=3")

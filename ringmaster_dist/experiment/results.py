@@ -95,7 +95,7 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
             if not curves:
                 continue
             seconds = np.array([time for time, _ in min(curves, key=len)])
-            values = np.array([np.interp(seconds, *zip(*curve, strict=True)) for curve in curves])
+            values = np.array([np.interp(seconds, *np.array(curve).T) for curve in curves])  # (seeds, seconds)
             chosen = ", ".join(_short(word) for word in outcome.winners[regime, method].overrides)
             axis.plot(seconds, np.median(values, axis=0), color=_COLOURS.get(method), label=f"{method} ({chosen})")
             axis.fill_between(seconds, values.min(0), values.max(0), color=_COLOURS.get(method), alpha=0.2, linewidth=0)
@@ -106,8 +106,8 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
         if plan.objective == "gap":
             axis.set_yscale("log")
         else:  # what rises above the beginning on its way hides the differences at the end
-            values = [value for r in outcome.final if r.job.regime == regime for _, value in r.curve]
-            axis.set_ylim(min(values) - 0.1, 0.1 + max(r.curve[0][1] for r in outcome.final if r.job.regime == regime))
+            lowest = min(value for r in outcome.final if r.job.regime == regime for _, value in r.curve)
+            axis.set_ylim(lowest - 0.1, 0.1 + max(r.curve[0][1] for r in outcome.final if r.job.regime == regime))
     axes[0][0].set_ylabel("f(x) - f*" if plan.objective == "gap" else "validation loss")
     figure.tight_layout()
     paths = [folder / f"{plan.name}.png", folder / f"{plan.name}.pdf"]

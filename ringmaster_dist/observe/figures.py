@@ -17,7 +17,7 @@ def draw(view: dict[str, Any], folder: Path) -> list[Path]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style = {
+    style: dict[Any, Any] = {
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
         "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False,
     }  # fmt: skip

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ringmaster_dist.observe.logger import Logger
 from ringmaster_dist.observe.wandb_names import AXES, flattened, histogram, worker_rows
@@ -122,7 +122,7 @@ class WandbLogger(Logger):
             )  # fmt: skip
             return run
 
-    def _init(self, mode: str) -> Any:
+    def _init(self, mode: Literal["online", "offline"]) -> Any:
         import wandb
 
         given = self._settings
@@ -158,12 +158,19 @@ def has_key() -> bool:
 
 
 def _log_row(run: Any, row: Mapping[str, Any]) -> None:
-    import wandb
 
     values: dict[str, Any] = flattened(row)
     if row.get("delay_histogram"):
-        values["staleness/delays"] = wandb.Histogram(np_histogram=histogram(row["delay_histogram"]))
+        values["staleness/delays"] = _histogram(row["delay_histogram"])
     run.log(values)
+
+
+def _histogram(pairs: Any) -> Any:
+    import numpy as np
+    import wandb
+
+    counts, edges = histogram(pairs)
+    return wandb.Histogram(np_histogram=(np.array(counts), np.array(edges)))
 
 
 def _log_text(run: Any, text: str, row: Mapping[str, Any]) -> None:
@@ -185,7 +192,7 @@ def _log_end(run: Any, summary: Mapping[str, Any], row: Mapping[str, Any]) -> No
     import wandb
 
     columns, data = worker_rows(summary.get("per_worker", {}))
-    run.log({"version": row.get("version", 0), "workers/table": wandb.Table(columns=columns, data=data)})
+    run.log({"version": row.get("version", 0), "workers/table": wandb.Table(columns=list(columns), data=data)})
     for key, value in summary.items():
         if isinstance(value, int | float | str):
             run.summary[f"final/{key}"] = value

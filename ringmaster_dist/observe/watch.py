@@ -114,8 +114,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(HTTPStatus.OK, "application/json", as_json(content))
 
     def _is_meant(self) -> bool:
-        """A page of the web that has its name point at this machine asks by that name: it gets nothing."""
-        bound = str(self.server.server_address[0])
+        """Against DNS rebinding: a web page whose name resolves to this machine asks by that name, and gets nothing."""
+        address = self.server.server_address
+        assert isinstance(address, tuple)
+        bound = str(address[0])
         asked = self.headers.get("Host", "").rpartition(":")[0].strip("[]")
         return bound not in _LOOPBACK or asked in _LOOPBACK
 

@@ -6,13 +6,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
-from ringmaster_dist.cli.weights import find_weights
 from ringmaster_dist.config.build import build_model_config, build_problem
 from ringmaster_dist.config.compose import compose, load
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.problems.nanochat.model import NanoChat
 from ringmaster_dist.problems.quadratic import Quadratic
+from ringmaster_dist.runtime.weights import find_weights
 from ringmaster_dist.server import weights
 
 

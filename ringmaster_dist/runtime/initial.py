@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from ringmaster_dist.cli.weights import find_weights
 from ringmaster_dist.config.build import build_layout, build_problem
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.module import ModuleProblem
+from ringmaster_dist.runtime.weights import find_weights
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.checkpoints import is_checkpoint
 

@@ -16,8 +16,8 @@ _LONGEST_SECONDS, _MOST_REPEATS = 5.0, 5  # of one measurement, after a first ti
 def dry_run(config: Config) -> int:
     import torch
 
-    from ringmaster_dist.cli.supervisor import local_workers
     from ringmaster_dist.config.build import build_core, build_method, build_problem, build_wire, rows_of
+    from ringmaster_dist.runtime.supervisor import local_workers
     from ringmaster_dist.simulation.forecast import forecast, horizon_of
     from ringmaster_dist.worker.job import device_of
 

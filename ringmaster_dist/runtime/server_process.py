@@ -1,6 +1,6 @@
-"""The server process: ``ringmaster serve RUN_DIR`` on a directory that `train` has prepared.
+"""The server process, in a run directory that `preparation` has made.
 
-It goes on from the newest good checkpoint in the directory, if there is one: to start a server again is to resume.
+It continues from the newest good checkpoint in the directory, if there is one: to restart a server is to resume.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ringmaster_dist.algorithm.methods import Change
-from ringmaster_dist.cli.logger import open_logger, tell_the_end
 from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire, tokens_of_slot
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
@@ -29,7 +26,10 @@ from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
 from ringmaster_dist.observe.summary import summarize
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
-from ringmaster_dist.protocol import Push, Receipt
+from ringmaster_dist.runtime.checkpoint_writer import CheckpointWriter
+from ringmaster_dist.runtime.journal import Journal
+from ringmaster_dist.runtime.logger import open_logger, tell_the_end
+from ringmaster_dist.runtime.signals import stop_signals
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.checkpoints import Checkpoints, Unusable
 from ringmaster_dist.server.core import ServerCore
@@ -42,96 +42,6 @@ log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 _SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port back
-
-
-class Journal:
-    """Writes what the service tells: the trace and the members. Called under the service's lock."""
-
-    def __init__(
-        self, directory: RunDirectory, sizes: Mapping[str, int], measured: Metrics, *, chooses: bool = False
-    ) -> None:
-        """``chooses`` is whether the method chooses its threshold, which is a file then."""
-        self._measured = measured
-        self._trace = directory.open_trace(sizes.get("trace.jsonl", 0))
-        self._members = directory.open_rows("members.jsonl", sizes.get("members.jsonl", 0))
-        self.metrics = directory.open_rows("metrics.jsonl", sizes.get("metrics.jsonl", 0))  # not by the service
-        self._lines = {
-            "trace.jsonl": self._trace.lines,
-            "members.jsonl": self._members.lines,
-            "metrics.jsonl": self.metrics.lines,
-        }
-        if chooses:
-            self._changes = directory.open_rows("thresholds.jsonl", sizes.get("thresholds.jsonl", 0))
-            self._lines["thresholds.jsonl"] = self._changes.lines
-
-    def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None:
-        self._measured.arrival(time, worker, push, receipt)
-        # Of a gradient on a lost line of history the trace names the last version that was not lost.
-        shared, extra = receipt.version - receipt.delay, f', "term": {push.term}'
-        if shared < push.gradient_version:
-            extra += f', "lost_version": {push.gradient_version}'
-        else:
-            shared = push.gradient_version
-        self._trace.arrival(time, worker, push.sequence, shared, receipt, push.loss, push.compute_seconds, extra)
-
-    def membership(self, worker: int, event: str, pushes: int, slot: int) -> None:
-        self._members.write({"worker": worker, "event": event, "pushes": pushes, "slot": slot})
-
-    def change(self, time: float, change: Change) -> None:
-        self._changes.write({"time": time, **change._asdict()})
-
-    def flush(self) -> None:
-        self._trace.lines.flush()
-
-    def mark(self) -> dict[str, int]:
-        for name, lines in self._lines.items():
-            if not lines.flush():
-                raise OSError(f"{name} cannot be written")
-        return {name: lines.size for name, lines in self._lines.items()}
-
-    def sync(self) -> None:
-        for lines in self._lines.values():
-            lines.sync()
-
-    def close(self) -> None:
-        for lines in self._lines.values():
-            lines.close()
-
-
-class CheckpointWriter:
-    """Writes checkpoints in a thread of its own, one at a time, while training goes on."""
-
-    def __init__(self, checkpoints: Checkpoints, journal: Journal, every: int | None, core: ServerCore) -> None:
-        self._checkpoints, self._journal, self._core = checkpoints, journal, core
-        self._every = every or math.inf
-        self._next: float = core.version + self._every
-        self._thread: threading.Thread | None = None
-        self.on_written: Callable[[Path], None] = lambda path: None  # told of each
-
-    def due(self, version: int) -> bool:
-        return version >= self._next and not (self._thread and self._thread.is_alive())
-
-    def submit(self, state: dict[str, Any]) -> None:
-        self._next = state["version"] + self._every
-        self._thread = threading.Thread(target=self.write, args=(state,), name="checkpoint")
-        self._thread.start()
-
-    def write(self, state: dict[str, Any]) -> None:
-        """A disk that does not take it costs this checkpoint, not the run."""
-        version = state["version"]
-        try:
-            self._journal.sync()
-            path = self._checkpoints.save(state, term=self._core.term, pushes=sum(state["counters"]), version=version)
-        except OSError as error:
-            log.warning("server v=%d: THE CHECKPOINT WAS NOT WRITTEN: %s; training goes on", version, error)
-            return
-        self.on_written(path)
-
-    def write_last(self, state: dict[str, Any]) -> None:
-        """After the one that is being written."""
-        if self._thread is not None:
-            self._thread.join()
-        self.write(state)
 
 
 def serve(
@@ -345,15 +255,11 @@ def _summary(
     )
 
 
-def main(argv: list[str]) -> int:
-    """Called by the supervisor, not by hand: the directory has a configuration and a token."""
-    from ringmaster_dist.cli.signals import stop_signals
-
-    if len(argv) != 1 or not (Path(argv[0]) / "config.yaml").exists():
-        raise UserError("ringmaster serve is started by ringmaster train; see ringmaster train --help")
+def serve_directory(path: str) -> int:
+    """What the supervisor's child does. Returns the exit code."""
     log_as_told()
-    config_text = (Path(argv[0]) / "config.yaml").read_text()
-    directory = RunDirectory.opened(Path(argv[0]))
+    directory = RunDirectory.opened(Path(path))
+    config_text = directory.read("config.yaml")
     parent = multiprocessing.parent_process()
     with stop_signals() as asked:
         serve(

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from ringmaster_dist.cli.signals import stop_signals
+from ringmaster_dist.config.errors import exit_code_of
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.logs import log_as_told
 from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.runtime.signals import stop_signals
 
 _START_SECONDS = 30.0
 _TICK_SECONDS = 0.05
@@ -140,7 +141,7 @@ def prepare_fork_server() -> None:
     """What the processes are forked from imports torch once, for all of them."""
     os.environ["OMP_NUM_THREADS"] = "1"  # several processes share this machine
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # what lies in the current folder is not imported by accident
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["ringmaster_dist.cli.preload"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["ringmaster_dist.runtime.preload"])
 
 
 def local_workers(config: Config) -> int:
@@ -183,10 +184,10 @@ def finish(places: list[Place], seconds: float) -> None:
 
 
 def _serve(name: str, directory: str) -> None:
-    from ringmaster_dist.cli.main import main
+    from ringmaster_dist.runtime.server_process import serve_directory
 
     become(name)
-    leave(main(["serve", directory]))
+    leave(exit_code_of(lambda: serve_directory(directory)))
 
 
 def become(name: str) -> None:

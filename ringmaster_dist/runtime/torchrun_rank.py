@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 
-from ringmaster_dist.cli.meeting import Meeting
-from ringmaster_dist.cli.train import RunIsOver, prepare, show_summary
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.secret import given_token
 from ringmaster_dist.logs import log_as_told
+from ringmaster_dist.runtime.closing import show_summary
+from ringmaster_dist.runtime.meeting import Meeting
+from ringmaster_dist.runtime.preparation import RunIsOver, prepare
 from ringmaster_dist.transport.addresses import is_loopback, joined
 
 
-def main(argv: list[str]) -> int:
+def take_part(argv: list[str]) -> int:
+    """Serves or works, by the rank torchrun has given. Returns the exit code."""
     log_as_told()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     workers = int(os.environ["WORLD_SIZE"]) - 1
@@ -47,7 +49,7 @@ def _work(rank: int, meeting: Meeting) -> int:
 
 def _work_elsewhere(argv: list[str], rank: int) -> int:
     """On a machine that rank 0 is not on."""
-    from ringmaster_dist.cli.supervisor import worker_arguments
+    from ringmaster_dist.runtime.supervisor import worker_arguments
     from ringmaster_dist.worker.__main__ import work
 
     config, token = to_typed(compose(argv, "train"), real_time=True), given_token()
@@ -61,9 +63,9 @@ def _work_elsewhere(argv: list[str], rank: int) -> int:
 
 
 def _serve(argv: list[str], workers: int, meeting: Meeting) -> int:
-    from ringmaster_dist.cli.serve import serve
-    from ringmaster_dist.cli.signals import stop_signals
-    from ringmaster_dist.cli.supervisor import worker_arguments
+    from ringmaster_dist.runtime.server_process import serve
+    from ringmaster_dist.runtime.signals import stop_signals
+    from ringmaster_dist.runtime.supervisor import worker_arguments
 
     numbers = [f"cluster.workers={workers}"] if workers else []
     try:
