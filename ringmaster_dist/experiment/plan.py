@@ -173,7 +173,7 @@ def radii(size: str, seeds: int) -> Plan:
         BASELINE: {
             "rate.matrix": etas,
             "rate.embedding": [0.1, 0.3],
-            "rate.output": [0.004, 0.012],
+            "rate.output": [0.012, 0.03],
             "rate.scalar": [0.01, 0.04],
         },
     }
