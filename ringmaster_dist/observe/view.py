@@ -72,6 +72,7 @@ def _run(recording: Recording, label: str) -> dict[str, Any]:
         "threshold": curves.thresholds(recording),
         "totals": _totals(recording, workers, tokens),
         "objective": objective,
+        "validation": _validation(recording),
         "evaluation": evaluation,
         "training": curves.training_loss(recording, tokens),
         "over_time": curves.over_time(recording),
@@ -121,9 +122,13 @@ def _evaluation(recording: Recording) -> dict[str, float]:
 
 def _evaluated_on(recording: Recording) -> str:
     """What the last evaluation has looked at, in words."""
-    if recording.summary or recording.config["problem"]["name"] != "nanochat":
-        return str(recording.summary.get("evaluated_on", ""))
-    return f"{recording.config['problem'].get('validation_rows', 0)} validation rows"
+    return str(recording.summary.get("evaluated_on", "")) if recording.summary else _validation(recording)
+
+
+def _validation(recording: Recording) -> str:
+    """What the evaluations during the run look at, in words; empty where that is not known."""
+    problem = recording.config["problem"]
+    return f"{problem.get('validation_rows', 0)} validation rows" if problem["name"] == "nanochat" else ""
 
 
 def _workers(recording: Recording) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ function lossCard(data, redraw) {
       series.push({ label: alone ? "training, accepted gradients" : run.label, colour: tint, x: run.training[chosen.axis] || [], y: run.training.value,
         faint: alone && run.evaluation.value.length > 0 });
     if (run.evaluation.value.length && (gap || alone))
-      series.push({ label: alone ? (gap ? "f(x) − f*" : "validation") : run.label, colour: tint, x: run.evaluation[chosen.axis] || [], y: run.evaluation.value });
+      series.push({ label: alone ? (gap ? "f(x) − f*" : run.validation || "validation") : run.label, colour: tint, x: run.evaluation[chosen.axis] || [], y: run.evaluation.value });
   });
   const unit = chosen.axis === "time" ? "seconds" : chosen.axis;
   return card(gap ? "Objective gap" : "Loss", `against ${chosen.axis}`, lineChart(series, { wide: true, log: gap, from: 0, xLabel: unit }), {
