@@ -15,7 +15,8 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from ringmaster_dist.protocol import (
     Welcome,
 )
 from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.server.life import Life
 from ringmaster_dist.server.members import Member, Members
 from ringmaster_dist.server.meter import Meter
 from ringmaster_dist.server.waiting import Answers, Waiting
@@ -104,11 +106,8 @@ class Service:
         self._wire = Ends(settings.wire, core.update.layout.size, core.update.dtype)
         core.allocate, core.allocate_rounded = self._wire.empty, self._wire.empty_rounded
         self._outgoing = self._wire.pack(core.snapshot)  # what is sent to workers
+        self._life = Life(clock)
         self._first_join: float | None = None
-        self._began: float | None = None  # when it started
-        self._earlier_seconds = 0.0  # in earlier terms
-        self._told = False  # whoever calls hears that it is over
-        self._ended_at: float | None = None
         self._lock = threading.Lock()
         self._decided = threading.Condition(self._lock)
         self._members = Members(core, settings.token, journal.membership, clock)
@@ -128,16 +127,17 @@ class Service:
         return self._members.by_worker
 
     @property
-    def _ending(self) -> bool:
-        """Whether there are no more verdicts; what was decided is still computed, and saved."""
-        return self._members.closed
-
-    @property
     def seconds(self) -> float:
-        """Since the workers were let go, until the end, over all terms."""
-        if self._began is None:
-            return self._earlier_seconds
-        return self._earlier_seconds + (self._ended_at if self._ended_at is not None else self._clock()) - self._began
+        """Since the run began, until its end, over all terms."""
+        return self._life.seconds
+
+    @contextmanager
+    def _deciding(self) -> Iterator[Answers]:
+        """Holds the lock. The answers are sent when it is released, because a message may take time."""
+        answers = Answers()
+        with self._lock:
+            yield answers
+        answers.send()
 
     def start(self) -> None:
         with self._lock:
@@ -175,7 +175,7 @@ class Service:
         self.core.settle()
         service = {
             "seconds": self.seconds,
-            "ended": self._ending,
+            "ended": self._life.is_ending,
             "workers": self._members.state(),
         }
         return {**self.core.state_dict(), "service": service, "files": self._journal.mark()}
@@ -195,10 +195,8 @@ class Service:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         service = state["service"]
-        self._earlier_seconds = service["seconds"]
         self._members.restore(service["workers"], ended=service["ended"])
-        if not service["ended"]:
-            self._began = self._clock()
+        self._life.resume(service["seconds"], ended=service["ended"])
         self._outgoing = self._wire.pack(self.core.snapshot)
 
     # --- the calls -------------------------------------------------------------------------------------------
@@ -206,15 +204,13 @@ class Service:
     def join(self, request: JoinRequest) -> torch.futures.Future[Welcome]:
         """Answered at once in a run that goes on; before, when everybody expected is there (see `_watch`)."""
         future: torch.futures.Future[Welcome] = torch.futures.Future()
-        answers = Answers()
-        with self._lock:
-            welcome = self._admit(request)
-            if (welcome.session and self._began is None) or (welcome.ended and not self._told):
+        with self._deciding() as answers:
+            welcome, life = self._admit(request), self._life
+            if (welcome.session and not life.has_begun) or (welcome.ended and not life.is_over):
                 self._waiting.add_join(future, welcome)
                 self._start_if_due(answers)
             else:
                 answers.add(future, welcome)
-        answers.send()
         return future
 
     def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply:
@@ -222,14 +218,14 @@ class Service:
         with self._lock:
             worker = self._caller(session)
             if worker is None:
-                return Reply(None, None, self._told, unknown=True)
+                return Reply(None, None, self._life.is_over, unknown=True)
             if not (isinstance(interruptions, Interruptions) and interruptions.is_well_formed()):
                 return Reply(None, None, evicted="what it fetched with is not a count of interruptions")
             self.workers[worker].interruptions = interruptions
             known = (term, known_version) == (self._outgoing.term, self._outgoing.version)
             if not known:
                 self.meter.sent(self._outgoing)
-            return Reply(None, None if known else self._outgoing, self._told)
+            return Reply(None, None if known else self._outgoing, self._life.is_over)
 
     def push(self, session: str, push: Push) -> torch.futures.Future[Reply]:
         """Answered with the verdict and the snapshot to go on from.
@@ -238,61 +234,57 @@ class Service:
         snapshot there is would be stale.
         """
         future: torch.futures.Future[Reply] = torch.futures.Future()
-        answers = Answers()
         fault = None
         if not (isinstance(push, Push) and push.is_well_formed()):
-            answers.add(future, Reply(None, None, evicted="what it pushed is not a push"))
-            answers.send()
+            future.set_result(Reply(None, None, evicted="what it pushed is not a push"))
             return future
         if push.gradient_version >= self.core.stale_before:  # else it will be rejected anyway
             fault = self.core.gradient_fault(push.gradient)  # a pass over the gradient, outside the lock
         asked = time.perf_counter()
-        with self._lock:
+        with self._deciding() as answers:
             self.meter.pushed(time.perf_counter() - asked, push.gradient.nbytes)
             worker = self._caller(session)
-            if worker is None or self._told:
-                answers.add(future, Reply(None, None, self._told, unknown=worker is None))
-            elif self._ending:
+            if worker is None or self._life.is_over:
+                answers.add(future, Reply(None, None, self._life.is_over, unknown=worker is None))
+            elif self._life.is_ending:
                 self._waiting.add_late(future)
             elif self._came_late(worker, push):
                 answers.add(future, Reply(None, self._outgoing))
             else:
                 self._judge(worker, push, fault, future, answers)
-        answers.send()
         return future
 
     def await_stale(self, session: str, term: int, version: int) -> torch.futures.Future[Staleness]:
         future: torch.futures.Future[Staleness] = torch.futures.Future()
-        answers = Answers()
-        with self._lock:
+        with self._deciding() as answers:
             worker = self._caller(session) if type(term) is type(version) is int else None
-            if self._told:
+            if self._life.is_over:
                 answers.add(future, Staleness.ENDED)
             elif worker is None:
                 answers.add(future, Staleness.UNKNOWN)
             else:
                 self._waiting.add_poll(worker, term, version, future, self._clock(), answers)
                 self._waiting.answer_poll(worker, self.core, self._outgoing, answers)
-        answers.send()
         return future
 
     def leave(self, session: str) -> None:
-        answers = Answers()
-        with self._lock:
+        with self._deciding() as answers:
             worker = self._caller(session)
             if worker is not None:
                 self._remove(worker, "left", answers)
                 self._members.forget_session(worker)
-        answers.send()
 
     # --- under the lock --------------------------------------------------------------------------------------
 
     def _caller(self, session: str) -> int | None:
-        """Whose session it is. Sessions are given when the run begins: with one of an earlier term a worker says that
-        it has begun, also to a server that was lost before its first checkpoint and knows nothing."""
+        """The worker of this session; None for a session that is not valid.
+
+        A worker gets its session when the run begins. So a valid session is proof that the run has begun, also for a
+        server that was lost before its first checkpoint.
+        """
         worker = self._members.caller(session)
-        if worker is not None and self._began is None:
-            self._began = self._clock()
+        if worker is not None:
+            self._life.begin()
         return worker
 
     def _admit(self, request: JoinRequest) -> Welcome:
@@ -303,7 +295,7 @@ class Service:
         if not hmac.compare_digest(request.token.encode(), self._settings.token.encode()):
             log.warning("a join with a wrong token was refused")
             return _refused("the token is not that of this run")
-        if self._ending:
+        if self._life.is_ending:
             return Welcome("", "the run is over", True, -1, "", "", None)
         if not -1 <= request.slot < _MOST_SLOTS:
             return _refused(f"slot {request.slot} is not a place of a delay profile: 0 to {_MOST_SLOTS - 1}")
@@ -316,15 +308,15 @@ class Service:
         return Welcome(session, "", False, worker, settings.config_text, settings.fingerprint, self._outgoing)
 
     def _start_if_due(self, answers: Answers) -> None:
-        """Starts the run's clock, and everybody at once, when all who are expected have joined or time is up."""
-        if self._ending or not self._waiting.num_joins:
+        """Begins the run for all workers at once, when every expected worker has joined or the time is up."""
+        if self._life.is_ending or not self._waiting.num_joins:
             return
-        if self._began is None:
+        if not self._life.has_begun:
             now, settings = self._clock(), self._settings
             waited = now - (self._first_join or now)
             if self._waiting.num_joins < settings.expected_workers and waited < settings.start_seconds:
                 return
-            self._began = now
+            self._life.begin()
             self._members.renew_all(now)
         self._waiting.answer_joins(answers)
 
@@ -373,7 +365,7 @@ class Service:
             self._end()
         if self.core.decided:
             self._decided.notify()
-        if not self._ending:  # else everybody is answered when the last update is computed
+        if not self._life.is_ending:  # else everybody is answered when the last update is computed
             self._waiting.answer(self.core, self._outgoing, answers)
 
     def _remove(self, worker: int, why: str, answers: Answers) -> None:
@@ -387,15 +379,10 @@ class Service:
             self._all_left.set()
 
     def _end(self) -> None:
-        if not self._ending:
+        if not self._life.is_ending:
+            self._life.end()
             self._members.closed = True
             self._decided.notify()
-
-    def _finish(self, answers: Answers) -> None:
-        """Everybody is told."""
-        self._told = True
-        self._waiting.finish(answers)
-        self._check_all_left()
 
     # --- the threads -----------------------------------------------------------------------------------------
 
@@ -410,7 +397,7 @@ class Service:
     def _compute(self) -> None:
         while not self.ended.is_set():
             with self._lock:
-                while not (self.core.decided or self._ending or self._closing.is_set()):
+                while not (self.core.decided or self._life.is_ending or self._closing.is_set()):
                     self._decided.wait()
                 if self._closing.is_set():
                     return
@@ -423,27 +410,26 @@ class Service:
             before, began = core.snapshot, time.perf_counter()
             core.apply_next()
             self.meter.applied(before, core.snapshot, time.perf_counter() - began)
-            answers, state = Answers(), None
-            with self._lock:
+            state = None
+            with self._deciding() as answers:
                 self._publish()
                 if self._checkpoint_due(core.snapshot.version):
                     state = self._try_to_capture()
                 self._after_change(answers)
-            answers.send()
             if state is not None:
                 self._save(state)
         with self._lock:
-            if not self._ending or core.decided or self._told:
+            if not self._life.is_ending or core.decided or self._life.is_over:
                 return
-            self._ended_at = self._clock()
+            self._life.stop_clock()
             state = self._try_to_capture()
         if state is not None:
             self._save_last(state)
-        answers = Answers()
-        with self._lock:
-            self._finish(answers)
-        self.ended.set()
-        answers.send()
+        with self._deciding() as answers:
+            self._life.tell()
+            self._waiting.finish(answers)
+            self._check_all_left()
+            self.ended.set()
 
     def _watch(self) -> None:
         while not self._closing.wait(_TICK_SECONDS):
@@ -451,20 +437,18 @@ class Service:
 
     def tick(self) -> None:
         """What is due by the clock: the start, the end, leases, and polls that have been kept long enough."""
-        answers = Answers()
-        with self._lock:
+        with self._deciding() as answers:
             now, lease_seconds = self._clock(), self._settings.lease_seconds
             self._journal.flush()
             self._start_if_due(answers)
             if self.seconds >= self._settings.max_seconds:
                 self._end()
-            if self._began is not None:
+            if self._life.has_begun:
                 for worker in self._members.overdue(now - lease_seconds):
                     self.meter.lease_losses += 1
                     self._remove(worker, "lost its lease", answers)
                 for worker in self.workers:
                     self._waiting.put_off(worker, answers, before=now - lease_seconds / 3)
-        answers.send()
 
 
 def _refused(reason: str) -> Welcome:
