@@ -193,7 +193,8 @@ def steps(size: str, seeds: int) -> Plan:
     later = [25 * eta for eta in etas]  # of the agnostic schedule, which falls with the number of updates
     methods = ("ringmaster", "delay_adaptive", "asynchronous")
     grids = {"ringmaster_agnostic": {"method.eta": later}, **{name: {"method.eta": etas} for name in methods}}
-    common: tuple[str, ...] = (*_LANGUAGE, "budget.updates=200", "cluster.workers=16")
+    common: tuple[str, ...] = (*_LANGUAGE, "budget.updates=150", "cluster.workers=16", "problem.validation_rows=64",
+                               "problem.final_tokens=8192", "run.samples=3")  # fmt: skip
     if size == "smoke":
         grids = {name: {"method.eta": grid["method.eta"][1:2]} for name, grid in grids.items()}
         common = (*_LANGUAGE, *_SMALL, "cluster.workers=3")
