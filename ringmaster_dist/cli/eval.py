@@ -24,11 +24,14 @@ def main(argv: list[str]) -> int:
 
     (path,), options = flags(argv, {"--rows": int}, "ringmaster eval runs/a")
 
+    import torch
+
     from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
     from ringmaster_dist.runtime.weights import find_weights
 
     weights = find_weights(Path(path))
     problem = weights.problem
+    torch.set_num_threads(weights.config.server.compute_threads)  # as the server: sums are rounded likewise
     if isinstance(problem, NanoChatProblem):
         rows = options.get("--rows", len(problem.rows.validation))
         if rows < 1:

@@ -31,14 +31,12 @@ def main(argv: list[str]) -> int:
     from ringmaster_dist.runtime.weights import find_weights
     from ringmaster_dist.server.weights import by_name, write
 
-    source = Path(argv[0])
-    weights = find_weights(source)
+    weights = find_weights(Path(argv[0]))
     torch.set_num_threads(weights.config.server.compute_threads)  # running statistics to the bits of the server's
-    run = source if source.is_dir() else source.parent.parent
-    target = Path(argv[1]) if len(argv) == 2 else run / "weights.safetensors"
+    target = Path(argv[1]) if len(argv) == 2 else weights.config_file.parent / "weights.safetensors"
     try:
         write(target, by_name(weights.problem, weights.layout, weights.iterate), weights.version)
-        shutil.copyfile(run / "config.yaml", target.with_suffix(".yaml"))
+        shutil.copyfile(weights.config_file, target.with_suffix(".yaml"))
         if hasattr(weights.problem, "rows"):
             weights.problem.rows.tokenizer().save(target.with_suffix(".tokenizer.json"))
     except OSError as error:

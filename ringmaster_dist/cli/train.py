@@ -17,7 +17,7 @@ from ringmaster_dist.observe.live import View
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.runtime.closing import show_summary
 from ringmaster_dist.runtime.dry_run import dry_run
-from ringmaster_dist.runtime.preparation import RunIsOver, prepare, prepare_data
+from ringmaster_dist.runtime.preparation import RunIsOver, prepare, prepare_data, prepare_dry_run
 from ringmaster_dist.runtime.supervisor import supervise
 
 log = logging.getLogger(__name__)
@@ -82,10 +82,7 @@ def main(argv: list[str]) -> int:
         print(annotated(composed))
         return 0
     if dry:
-        config = to_typed(compose(overrides, "train"), real_time=True)
-        if config.problem.name == "nanochat":
-            prepare_data(config)
-        return dry_run(config)
+        return dry_run(*prepare_dry_run(overrides))
     if multirun:
         return multirun_of(overrides, _run, lambda words: to_typed(compose(words, "train"), real_time=True))
     return _run(overrides)

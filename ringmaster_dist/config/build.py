@@ -155,9 +155,10 @@ def build_schedule(config: Config) -> Schedule:
         assert method.beta is not None
         threshold = method.threshold if isinstance(method.threshold, int) else math.inf  # auto is the method's affair
         schedule = Constant(method.eta, 1.0 - method.beta, threshold)
-    if method.warmup or method.decay:
-        updates = config.budget.updates or 0
-        warmup, decay = round(method.warmup * updates), round(method.decay * updates)
+    updates = config.budget.updates or 0
+    warmup = method.warmup_updates or round(method.warmup * updates)
+    decay = method.decay_updates or round(method.decay * updates)
+    if warmup or decay:
         schedule = Ramped(schedule, warmup, decay, updates, method.final_eta_fraction)
     return schedule
 

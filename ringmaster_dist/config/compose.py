@@ -73,12 +73,8 @@ def from_yaml(text: str) -> Config:
 
 
 def _completed(composed: DictConfig) -> DictConfig:
-    """With a step size where none was given, and in the words of this version where an earlier one wrote it."""
-    method, budget = composed.method, composed.budget
-    for old, new in _RENAMED.items():
-        if old in method:
-            method[new] = method[old] / budget.updates if method[old] else 0.0
-            del method[old]
+    """With a step size where none was given."""
+    method = composed.method
     if method.get("eta") is None:
         method.eta = suggested_eta(composed.problem.name, composed.geometry.name, method.name)
     return composed
@@ -128,7 +124,7 @@ def _load(path: Path) -> DictConfig:
 
 def _check_schedule(directory: Path, before: DictConfig, composed: DictConfig) -> None:
     method = composed.method
-    reasons = [f"method.{key}={method[key]}" for key in ("warmup", "decay") if method.get(key)]
+    reasons = [f"method.{key}={method[key]}" for key in ("warmup", "decay", "decay_updates") if method.get(key)]
     if method.get("schedule") == "theory":
         reasons.append("method.schedule=theory")
     if reasons and composed.budget.updates != before.budget.updates:
@@ -172,10 +168,23 @@ def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:
     try:
         typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {_first_line(error)}") from error
+        raise UserError(_where(error, composed)) from error
     assert isinstance(typed, Config)
     validate(typed, real_time=real_time)
     return typed
+
+
+def _where(error: OmegaConfBaseException, composed: DictConfig) -> str:
+    """The key that is wrong and why."""
+    if error.full_key:
+        return f"{error.full_key}: {_first_line(error)}"
+    schema = _flat(OmegaConf.to_container(OmegaConf.structured(Config)))
+    parents = {key.rpartition(".")[0] for key in schema} - {""}
+    for key in _flat(OmegaConf.to_container(composed)):
+        if key in parents and not OmegaConf.is_config(OmegaConf.select(composed, key)):
+            inner = [name for name in schema if name.rpartition(".")[0] == key]
+            return f"{key} has keys of its own and takes no value: {', '.join(inner)}"
+    return _first_line(error)
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:

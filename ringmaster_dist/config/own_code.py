@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import ringmaster_dist
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.errors import Mistake
@@ -73,7 +75,7 @@ def problem_from(target: str, arguments: dict[str, Any], seed: int, device: str)
         raise UserError(f"problem.target={target} does not take these problem.args: {error}") from error
     except ValueError:
         pass  # a callable of C has no signature
-    with told_once(target, "the factory failed"), seeded(seed, device):
+    with told_once(target, "the factory failed"), _alike(seed, device):
         problem: Problem = factory(**given)
     missing = [name for name in _NEEDED if not hasattr(problem, name)]
     if missing:
@@ -84,12 +86,24 @@ def problem_from(target: str, arguments: dict[str, Any], seed: int, device: str)
     return problem
 
 
+@contextmanager
+def _alike(seed: int, device: str) -> Iterator[None]:
+    """What every process has to share for its factory to give the same bits: the draws, and the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with seeded(seed, device):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _imported(target: str, seed: int, device: str) -> Any:
     module_name, _, name = target.partition(":")
     if os.getcwd() not in sys.path:  # a script's own folder is there, the one it is called in is not
         sys.path.append(os.getcwd())
     try:
-        with seeded(seed, device):
+        with _alike(seed, device):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UserError(f"problem.target={target} cannot be imported here: {error}") from error

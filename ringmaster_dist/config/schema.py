@@ -77,6 +77,8 @@ class MethodConfig:
     warmup: float = 0.0
     decay: float = 0.0
     final_eta_fraction: float = 0.0
+    warmup_updates: int = 0  # these two only in runs of version 0.2 and before: warmup and decay as numbers of updates
+    decay_updates: int = 0
 
 
 @dataclass

@@ -125,5 +125,5 @@ def _baseline(rates: Mapping[str, float], config: Config, problem: Problem, run:
 
 def _read(job: Job, folder: Path) -> Result:
     record: dict[str, Any] = json.loads((folder / f"{job.key}.json").read_text())
-    curve = [(float(time), float(value)) for time, value in record["curve"]]
+    curve = [(float(time), math.nan if value is None else float(value)) for time, value in record["curve"]]
     return Result(job, curve, record["updates"], record["wall_seconds"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 _FIRST_LINE_SECONDS = 1.0  # of silence before progress is shown at all
@@ -38,7 +39,7 @@ class ProgressLine:
             self._bar.update(self._task, completed=fraction, description=text)
         elif now >= self._next_plain:
             self._next_plain = now + _PLAIN_LINE_SECONDS
-            self._console.print(f"{fraction:4.0%}  {text}", highlight=False)
+            self._console.print(f"{fraction:4.0%}  {text}", markup=False, highlight=False)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -59,11 +60,15 @@ def print_summary(console: Console, summary: dict[str, Any], first_value: float 
     kind = "simulated" if virtual else "real"
     say()
     say(f"[bold]{summary['method']}[/bold] on {summary['num_workers']} {kind} workers, {summary['profile']} delays")
+    others = _others(summary, objective)
     if f"final_{objective}" in summary:
         first = "?" if first_value is None else f"{first_value:.4g}"
         last = "not a finite number" if last_value is None else f"{last_value:.4g}"
         where = f" on {summary['evaluated_on']}" if summary.get("evaluated_on") else ""
-        say(f"  {meaning}: {first} -> [bold]{last}[/bold]{_others(summary, objective)}{where}")
+        others = f" ({others})" if others else ""
+        say(f"  {meaning}: {first} -> [bold]{last}[/bold]{others}{where}")
+    elif others:
+        say(f"  evaluation: {others}")
     if summary.get("diverged"):
         say("  [bold red]THE RUN HAS DIVERGED[/bold red]: try a smaller method.eta, see docs/choosing.md")
     say(
@@ -91,9 +96,9 @@ def print_summary(console: Console, summary: dict[str, Any], first_value: float 
 def _others(summary: dict[str, Any], objective: str) -> str:
     """The other numbers of the closing evaluation."""
     named = {key.removeprefix("final_"): value for key, value in summary.items() if key.startswith("final_")}
-    shown = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in named.items()
-             if name != objective and value is not None]  # fmt: skip
-    return f" ({', '.join(shown)})" if shown else ""
+    shown = [f"{name.replace('_', ' ')} {'not finite' if value is None else format(value, '.4g')}"
+             for name, value in named.items() if name != objective]  # fmt: skip
+    return escape(", ".join(shown))
 
 
 def _wasted(summary: dict[str, Any]) -> str:

@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-_RISE = 0.25  # of an evaluated objective, as a fraction of its first value
-_RISE_OF_TRAINING = 2.0  # of the smoothed loss of gradients
-_LEAST_GRADIENTS = 30  # before which that says nothing
+_RISE = 0.25  # of an evaluated objective, as a fraction of its first value,
+_LEAST_RISE, _MANY_TIMES = 0.1, 10.0  # and by at least this, or to so many times that value: a small one is noisy
+_RISE_OF_TRAINING = 2.0  # of the smoothed loss of gradients, as a fraction of its first value
+_LEAST_GRADIENTS, _FAR = 30, 1000.0  # before so many, only a rise to so many times that value counts
 
 
 class Divergence:
@@ -22,19 +23,28 @@ class Divergence:
         self.objective = objective
         self.value = math.nan  # the newest
         self.began_at: float | None = None
-        self._evaluates = False
+        self._evaluates = self._has_looked = self._stuck = False
         self._num_gradients = 0
 
     @property
     def diverged(self) -> bool:
+        if self.is_hopeless:
+            return True
         if self.began_at is None:
             return False
-        if not math.isfinite(self.value):
-            return True
-        if not self._evaluates and self._num_gradients < _LEAST_GRADIENTS:
-            return False
-        allowed = (_RISE if self._evaluates else _RISE_OF_TRAINING) * abs(self.began_at)
-        return self.value - self.began_at > allowed
+        rise, scale = self.value - self.began_at, abs(self.began_at)
+        if self._evaluates:
+            return rise > _RISE * scale and (rise > _LEAST_RISE or rise > _MANY_TIMES * scale)
+        return rise > (_RISE_OF_TRAINING if self._num_gradients >= _LEAST_GRADIENTS else _FAR) * scale
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the objective is no number any more, or gradients are not."""
+        return self._stuck or (self._has_looked and not math.isfinite(self.value))
+
+    def give_up(self) -> None:
+        """No gradient is finite any more, whatever the objective says."""
+        self._stuck = True
 
     def look(self, evaluation: Mapping[str, Any], train_loss: float | None = None, num_gradients: int = 0) -> bool:
         """Takes note of a row; whether it is the first of a rise, which is to be said aloud.
@@ -51,20 +61,16 @@ class Divergence:
         return self.diverged and not before
 
     def _note(self, value: float | None) -> None:
-        self.value = math.nan if value is None else float(value)
+        self._has_looked, self.value = True, math.nan if value is None else float(value)
         if self.began_at is None and math.isfinite(self.value):
             self.began_at = self.value
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether the objective is no number any more: gradients will not be either."""
-        return self.began_at is not None and not math.isfinite(self.value)
 
     def words(self, eta: float) -> str:
         """What has happened and what to try."""
         now = f"{self.value:.4g}" if math.isfinite(self.value) else "not a finite number"
+        began = "was never finite" if self.began_at is None else f"began at {self.began_at:.4g}"
         return (
-            f"THE RUN DIVERGES: the {self.objective} is {now}, it began at {self.began_at:.4g}. "
+            f"THE RUN DIVERGES: the {self.objective} is {now}, it {began}. "
             f"Try a smaller step, such as method.eta={eta / 4:.2g} (it is {eta:.2g}), or a warm-up, such as "
             "method.warmup=0.05; docs/choosing.md says more"
         )

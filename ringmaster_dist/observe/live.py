@@ -125,7 +125,7 @@ class View:
         if time.monotonic() >= self._next:
             try:
                 self._update(time.monotonic())
-            except (OSError, ValueError, KeyError) as error:
+            except Exception as error:
                 log.warning("the run cannot be shown any more (%s: %s); it goes on", type(error).__name__, error)
                 self._next = math.inf
 
@@ -139,7 +139,8 @@ class View:
             self._live.update(self._render(), refresh=True)
         elif now >= self._next_line and self._state.workers:
             self._next_line = now + _PLAIN_LINE_SECONDS
-            self._console.print(f"{self._fraction():4.0%}  {self._state.line()}", highlight=False, soft_wrap=True)
+            line = f"{self._fraction():4.0%}  {self._state.line()}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._live is not None:

@@ -80,9 +80,9 @@ class Metrics:
         version, method = core.version, core.method
         alpha = method.alpha(version)
         return {
+            **finite(evaluation),  # first: a name of the user's may be one of ours
             "time": seconds,
             "version": core.snapshot.version,
-            **finite(evaluation),
             **({"evaluation": finite(evaluation)} if evaluation else {}),
             "train_loss": self.train_loss,
             "accepted_loss": self.accepted_loss,

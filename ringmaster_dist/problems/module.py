@@ -21,7 +21,7 @@ from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted, Stop, never
 from ringmaster_dist.problems.buffers import Buffers
 from ringmaster_dist.problems.seeding import seeded
-from ringmaster_dist.problems.statistics import estimate
+from ringmaster_dist.problems.statistics import estimate, norms_of, settle
 
 Batch = Any
 
@@ -79,6 +79,7 @@ class ModuleProblem:
         self._batches, self._loss, self._evaluate = batches, loss, evaluate
         self._weight, self._loss_scales, self._statistics_batches = weight, loss_scales, statistics_batches
         self._stop: Stop = never
+        self._changing: list[nn.Module] | None = None  # modules that change their buffers while they train
         for part in watched:
             part.register_forward_hook(self._look)
 
@@ -91,6 +92,11 @@ class ModuleProblem:
             for view, tensor in zip(layout.views(self._flat).values(), self._tensors, strict=True):
                 view.copy_(tensor)
         self._point_at(self._flat)
+
+    @cached_property
+    def _own_copy(self) -> torch.Tensor:
+        """The weights an evaluation computes with."""
+        return self._flat if self.device.type != "cpu" else torch.empty(self._layout.size)
 
     @cached_property
     def _gradient(self) -> torch.Tensor:
@@ -206,14 +212,42 @@ class ModuleProblem:
         """The module in evaluation mode, with these weights and the running statistics that belong to them."""
 
         def forward(draw: int) -> None:
-            with self._draws_of(self.seed, STATISTICS_WORKER, draw):
+            with torch.enable_grad(), self._draws_of(self.seed, STATISTICS_WORKER, draw):  # a loss may need gradients
                 for batch in self._draw_batches(self.seed, STATISTICS_WORKER, draw):
                     self._loss_of(batch)
 
         self._stop = never
-        self.load(iterate)
+        self._point_at(self._own_copy.copy_(iterate))  # user code may write to its weights: never to the server's
         self._buffers.restore()
+        if not self._buffers.has_saved:
+            self.module.eval()
+            return
+        if self._changing is None:
+            self.module.train()
+            forward(0)
+            self._changing = self._buffers.changing()
+            self._buffers.restore()
+        settle(self.module, self._changing, forward)
         estimate(self.module, forward, self._statistics_batches)
+
+    @property
+    def unusual_buffers(self) -> list[str]:
+        """Of modules that change buffers while they train, other than running statistics; known after `evaluate`."""
+        norms, changing = norms_of(self.module), self._changing or []
+        named = {module: name for name, module in self.module.named_modules()}
+        return sorted({named[owner] for owner in changing if owner not in norms})
+
+    def fixed_state(self, iterate: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is as the factory makes it, everywhere: frozen parameters, and buffers that no training changes."""
+        self._prepare(iterate)
+        moving = {*norms_of(self.module), *(self._changing or ())}
+        skipped = {f"{name}.{key}" if name else key for name, owner in self.module.named_modules()
+                   if owner in moving for key in owner._buffers}  # fmt: skip
+        return {
+            name: tensor.detach().cpu()
+            for name, tensor in self.module.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor) and not tensor.requires_grad and name not in skipped
+        }
 
     def _look(self, module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
         self._check()
@@ -240,6 +274,8 @@ def _numbers(figures: object) -> dict[str, float]:
 def _trainable(module: nn.Module, role: Callable[[str, nn.Parameter], str]) -> list[Parameter]:
     found = []
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise Mistake(f"parameter {name!r} has no shape yet: call the lazy module once in the factory")
         if not parameter.requires_grad:
             continue
         if parameter.dtype != torch.float32:

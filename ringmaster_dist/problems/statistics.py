@@ -6,11 +6,10 @@ computed where they are needed, as the average over some training batches ("prec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -29,16 +28,36 @@ def norms_of(module: nn.Module) -> list[_NormBase]:
     ]
 
 
-@torch.no_grad()
 def estimate(module: nn.Module, forward: Callable[[int], None], num_draws: int) -> None:
-    """Calls ``forward(0)``, ``forward(1)``, ... with nothing but the norms in training mode."""
+    """Calls ``forward(0)``, ``forward(1)``, ... with nothing but the norms in training mode.
+
+    A norm that no call reaches keeps its statistics, and so does every norm if there are no draws.
+    """
     norms = norms_of(module)
     module.eval()
-    if not norms:
+    if not norms or not num_draws:
         return
+    before = [{name: b.clone() for name, b in norm.named_buffers()} for norm in norms]
     with _averaging(norms):
         for draw in range(num_draws):
             forward(draw)
+    for norm, kept in zip(norms, before, strict=True):
+        if not norm.num_batches_tracked:
+            for name, buffer in norm.named_buffers():
+                buffer.copy_(kept[name])
+    module.eval()
+
+
+def settle(module: nn.Module, changing: Sequence[nn.Module], forward: Callable[[int], None]) -> None:
+    """One forward pass with these modules in training mode, so that an evaluation computes with the buffers that a
+    gradient computes with: those of spectral norm, for example."""
+    norms = norms_of(module)
+    module.eval()
+    others = [owner for owner in changing if owner not in norms]
+    for owner in others:
+        owner.training = True  # not its children
+    if others:
+        forward(0)
     module.eval()
 
 

@@ -5,27 +5,30 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import torch
+
+from ringmaster_dist.config.build import build_core, build_method, build_problem, build_wire, rows_of
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.runtime.supervisor import local_workers
+from ringmaster_dist.server import weights
+from ringmaster_dist.simulation.forecast import forecast, horizon_of
+from ringmaster_dist.worker.job import device_of
 
 _LONGEST_SECONDS, _MOST_REPEATS = 5.0, 5  # of one measurement, after a first time that is not counted
 
 
-def dry_run(config: Config) -> int:
-    import torch
-
-    from ringmaster_dist.config.build import build_core, build_method, build_problem, build_wire, rows_of
-    from ringmaster_dist.runtime.supervisor import local_workers
-    from ringmaster_dist.simulation.forecast import forecast, horizon_of
-    from ringmaster_dist.worker.job import device_of
-
+def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
+    """``initial`` are the weights the run would begin from; None: the problem's own."""
     seed, cluster, budget = config.run.seed, config.cluster, config.budget
     device = device_of(0)
     problem = build_problem(config, device, rows_of(config, 0))
     core = build_core(config, problem)
     size, iterate = core.update.layout.size, core.snapshot.iterate
+    if initial is not None:
+        iterate = weights.flat(initial, core.update.layout, problem.dtype)
     roles = sorted({parameter.role for parameter in problem.parameters})
     print(f"problem: {config.problem.name}, {size:,} parameters ({', '.join(roles)}), method.eta={config.method.eta:g}")
 

@@ -28,7 +28,7 @@ def chosen_weights(config: Config) -> Tensors | None:
     layout = build_layout(config, problem)
     try:
         iterate = weights.flat(tensors, layout, problem.dtype)
-        _refuse_other_frozen(problem, tensors)
+        _refuse_other_frozen(problem, iterate, tensors)
         if not bool(torch.isfinite(iterate).all()):
             raise ValueError("it has numbers that are not finite")
     except ValueError as error:
@@ -55,12 +55,10 @@ def _tensors(path: Path) -> Tensors:
     return weights.by_name(found.problem, found.layout, found.iterate)
 
 
-def _refuse_other_frozen(problem: Problem, tensors: Tensors) -> None:
+def _refuse_other_frozen(problem: Problem, iterate: torch.Tensor, tensors: Tensors) -> None:
     """Only what is trained travels to the workers: frozen parameters are as the factory makes them, everywhere."""
     if not isinstance(problem, ModuleProblem):
         return
-    for name, parameter in problem.module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad or name not in tensors:
-            continue
-        if not torch.equal(parameter.detach().cpu(), tensors[name].to(parameter.dtype)):
-            raise ValueError(f"the frozen parameter {name!r} differs from the module's: load it in the factory")
+    for name, tensor in problem.fixed_state(iterate).items():
+        if name in tensors and not torch.equal(tensor, tensors[name].to(tensor.dtype)):
+            raise ValueError(f"{name!r}, which is not trained, differs from the module's: load it in the factory")

@@ -18,7 +18,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.secret import servers_token
 from ringmaster_dist.observe.console import ProgressLine
 from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
-from ringmaster_dist.runtime.initial import chosen_weights, write_initial
+from ringmaster_dist.runtime.initial import Tensors, chosen_weights, write_initial
 from ringmaster_dist.runtime.rehearsal import rehearse
 from ringmaster_dist.runtime.supervisor import local_workers
 from ringmaster_dist.transport.addresses import elsewhere, is_loopback
@@ -48,13 +48,10 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
         resumed = "" if resumed == "null" else resumed
         composed = continued(Path(resumed), overrides) if resumed else compose(overrides, "train")
     config = to_typed(composed, real_time=True)
+    _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
     _refuse_plain_text(config)
     token = servers_token()
-    if not config.run.trace:
-        raise UserError("run.trace=false is for simulations: a real run without its trace could not be replayed")
-    if config.cluster.phases:
-        raise UserError("cluster.phases changes speeds in simulations only: real workers keep their pace")
     if resumed:
         directory = RunDirectory.opened(Path(resumed))
         try:
@@ -68,10 +65,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
         for name in ("summary.json", "final.safetensors"):  # of the part before
             (directory.path / name).unlink(missing_ok=True)
     else:
-        rehearse(config, device_of(0))
-        if config.init and config.problem.name == "nanochat":
-            prepare_data(config)  # to know the names of its parameters
-        initial = chosen_weights(config)
+        initial = _rehearsed(config)
         name = f"{config.problem.name}-{config.method.name}"
         try:
             directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
@@ -85,6 +79,33 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
     text = annotated(composed) + "\n"
     directory.write_config(text)
     return config, text, directory
+
+
+def prepare_dry_run(overrides: list[str]) -> tuple[Config, Tensors | None]:
+    """The same checks for a run that is not begun: its configuration, and the weights it would begin from."""
+    if any(word.startswith("resume=") for word in overrides):
+        raise UserError("--dry-run describes a run that is to begin: leave out resume")
+    config = to_typed(compose(overrides, "train"), real_time=True)
+    _refuse_what_only_a_simulation_can(config)
+    _refuse_loopback_for_others(config)
+    initial = _rehearsed(config)
+    if config.problem.name == "nanochat":
+        prepare_data(config)
+    return config, initial
+
+
+def _rehearsed(config: Config) -> Tensors | None:
+    rehearse(config, device_of(0))
+    if config.init and config.problem.name == "nanochat":
+        prepare_data(config)  # to know the names of its parameters
+    return chosen_weights(config)
+
+
+def _refuse_what_only_a_simulation_can(config: Config) -> None:
+    if not config.run.trace:
+        raise UserError("run.trace=false is for simulations: a real run without its trace could not be replayed")
+    if config.cluster.phases:
+        raise UserError("cluster.phases changes speeds in simulations only: real workers keep their pace")
 
 
 def _begun(directory: str | None) -> str:

@@ -17,6 +17,7 @@ from ringmaster_dist.config.own_code import told_once
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.module import ModuleProblem
+from ringmaster_dist.server import weights
 
 _ROUNDING = 1e-3  # relative to the largest entry; a GPU does not sum in the same order each time
 
@@ -40,21 +41,34 @@ def _rehearse(config: Config, device: str) -> None:
     target, seed = config.problem.target or "", config.run.seed
     problem = build_problem(config, device)
     with told_once(target, "the problem could not be set up"):
-        size = build_layout(config, problem).size
+        layout = build_layout(config, problem)
+        size = layout.size
         iterate = problem.initial(seed)
         _check_tensor(target, "the initial iterate", iterate, size, problem)
+    kept, names = iterate.clone(), _names(problem)
     with told_once(target, "the gradient could not be computed"):
         first, first_loss = problem.gradient(iterate, seed, 0, 0)
         _check_tensor(target, "the gradient", first, size, problem)
         first = first.detach().clone()
         float(first_loss)
         second, second_loss = problem.gradient(iterate, seed, 0, 0)
+    if not torch.equal(iterate, kept):
+        raise UserError(
+            f"problem.target={target}: the gradient has changed the weights in place: only the server moves them; "
+            "compute the loss from a copy"
+        )
+    if _names(problem) != names:
+        (new, *_) = sorted(_names(problem) ^ names)
+        raise UserError(
+            f"problem.target={target}: {new!r} was made or removed while a gradient was computed: make it in the "
+            "factory"
+        )
     if not bool(torch.isfinite(first).all()):
-        what = f"problem.target={target}: the gradient of worker 0 at the initial iterate is not finite"
-        if not isinstance(problem, ModuleProblem):
-            raise UserError(what)
-        _warn(f"{what}: the server does not accept such gradients")
-    elif float(first_loss) != float(second_loss) or not _is_same(first, second.detach(), exact=device == "cpu"):
+        raise UserError(
+            f"problem.target={target}: the gradient of worker 0 at the initial iterate is not finite: the server does "
+            "not accept such gradients"
+        )
+    if float(first_loss) != float(second_loss) or not _is_same(first, second.detach(), exact=device == "cpu"):
         _warn(
             f"problem.target={target}: the gradient is not a function of its arguments: computed twice with the same "
             "arguments it differs, so ringmaster replay will not give the same bits"
@@ -62,6 +76,21 @@ def _rehearse(config: Config, device: str) -> None:
     with told_once(target, "the evaluation failed"):
         figures = problem.evaluate(iterate)
     _check_figures(target, figures)
+    with told_once(target, "the state for an export could not be made"):
+        weights.by_name(problem, layout, iterate)
+    if isinstance(problem, ModuleProblem) and problem.unusual_buffers:
+        _warn(
+            f"problem.target={target}: {', '.join(problem.unusual_buffers)} changes its buffers while it trains: they "
+            "begin every gradient as the factory makes them, so nothing is learnt in them (README, your own model)"
+        )
+
+
+def _names(problem: Problem) -> set[str]:
+    """Of everything a module has."""
+    if not isinstance(problem, ModuleProblem):
+        return set()
+    module = problem.module
+    return {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
 
 
 def _check_tensor(target: str, what: str, tensor: object, size: int, problem: Problem) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_MOST_STUCK_ROWS = 3  # rows of metrics in which gradients arrive and none is finite
 _SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port back
 
 
@@ -85,7 +86,7 @@ def serve(
     writer.on_written = lambda path: logger.file(path, "checkpoint")
     interval = (config.budget.seconds or 60.0) / config.run.samples
     next_sample, next_evaluation = service.seconds, core.version
-    divergence, counted = _divergence(problem, directory), (core.accepted, core.invalid)
+    divergence, counted, stuck_rows = _divergence(problem, directory), (core.accepted, core.invalid), 0
 
     def record(evaluation: Mapping[str, float]) -> None:
         loud = divergence.look(evaluation, metrics.train_loss, core.accepted)
@@ -107,8 +108,10 @@ def serve(
             if due:
                 next_evaluation = core.version + config.eval.every
             record(problem.evaluate(core.snapshot.iterate) if due else {})
-            if stuck and divergence.is_hopeless:
-                log.warning("server v=%d: no gradient is a number any more: the run is ended", core.version)
+            stuck_rows = stuck_rows + 1 if stuck else 0
+            if stuck and (divergence.is_hopeless or stuck_rows == _MOST_STUCK_ROWS):
+                log.warning("server v=%d: no gradient is a finite number any more: the run is ended", core.version)
+                divergence.give_up()
                 service.end()
     if service.failure is not None:
         raise RuntimeError("the server could not go on; its last words are above") from service.failure

@@ -25,6 +25,7 @@ class Weights(NamedTuple):
     iterate: torch.Tensor
     version: int
     path: Path  # where they were found
+    config_file: Path
 
 
 def find_weights(path: Path) -> Weights:
@@ -50,7 +51,7 @@ def find_weights(path: Path) -> Weights:
         iterate, version = _load(file, layout, problem.dtype)
     except (ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{file} cannot be used: {error}") from error
-    return Weights(config, problem, layout, iterate, version, file)
+    return Weights(config, problem, layout, iterate, version, file, config_file)
 
 
 def _load(file: Path, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, int]:

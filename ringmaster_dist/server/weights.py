@@ -12,20 +12,18 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 
 from ringmaster_dist.algorithm.layout import Layout
 from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems.module import ModuleProblem
 
 INITIAL = "initial.safetensors"  # in a run directory: the weights that the run began from, with init=
 
 
 def by_name(problem: Problem, layout: Layout, iterate: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The problem's whole state at the iterate, if it knows more than its parameters; else these."""
-    state_dict = getattr(problem, "state_dict", None)
-    if callable(state_dict) and not isinstance(problem, nn.Module):  # a module's own takes no iterate
-        state: dict[str, torch.Tensor] = state_dict(iterate)
-        return state
+    """The whole state of a module at the iterate; of another problem its parameters."""
+    if isinstance(problem, ModuleProblem):
+        return problem.state_dict(iterate)
     return {name: view.clone() for name, view in layout.views(iterate).items()}
 
 

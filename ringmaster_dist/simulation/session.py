@@ -28,6 +28,7 @@ from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
 
 _MANY_GRADIENTS = 20_000  # from here on the compiled lane saves more than it costs to load
 _ARRIVALS_PER_PROGRESS = 1024
+_MOST_INVALID = 2000  # gradients in a row that are not finite
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +79,10 @@ class Recorder:
             self._next_evaluation = core.version + self._every
             self._value = self._problem.evaluate(core.snapshot.iterate)
         row = {
+            **(finite(self._value) if due else {}),  # first: a name of the user's may be one of ours
             "time": time,
             "version": core.version,
-            **(finite(self._value) | {"evaluation": finite(self._value)} if due and self._value else {}),
+            **({"evaluation": finite(self._value)} if due and self._value else {}),
             **({"threshold": threshold} if math.isfinite(threshold := core.method.threshold(core.version)) else {}),
             "accepted": core.accepted,
             "stale": core.stale,
@@ -154,7 +156,8 @@ def simulate(
     metrics = directory.open_rows("metrics.jsonl")
     changes = directory.open_rows("thresholds.jsonl") if config.method.threshold == "auto" else None
     recorder = Recorder(core, problem, config, metrics, changes, trace, progress, logger or Logger())
-    simulator = _simulator(engine, config, core, problem, speeds, recorder, should_stop)
+    stuck = _Stuck(core)
+    simulator = _simulator(engine, config, core, problem, speeds, recorder, lambda: should_stop() or stuck.look())
     seconds = config.budget.seconds or math.inf
     try:
         simulator.run(updates=config.budget.updates or math.inf, seconds=seconds)
@@ -167,7 +170,9 @@ def simulate(
         metrics.close()
         if changes is not None:
             changes.close()
-    ended = "stopped by the user" if should_stop() else "budget"
+    if stuck.found:
+        recorder.divergence.give_up()
+    ended = "diverged" if stuck.found else "stopped by the user" if should_stop() else "budget"
     at_the_end = ended == "budget"
     iterate = core.snapshot.iterate
     evaluation = evaluate_at_the_end(problem, iterate) if at_the_end else problem.evaluate(iterate)
@@ -177,6 +182,21 @@ def simulate(
     summary["evaluated_on"] = evaluated_on(problem, at_the_end=at_the_end)
     directory.write_summary(summary)
     return {**summary, "initial": recorder.rows[0].get(problem.objective, math.nan)}
+
+
+class _Stuck:
+    """Notices that many gradients in a row are not finite: virtual time would pass for ever."""
+
+    def __init__(self, core: ServerCore) -> None:
+        self._core, self._accepted, self._invalid = core, 0, 0
+        self.found = False
+
+    def look(self) -> bool:
+        core = self._core
+        if core.accepted != self._accepted:
+            self._accepted, self._invalid = core.accepted, core.invalid
+        self.found = self.found or core.invalid - self._invalid > _MOST_INVALID
+        return self.found
 
 
 def _simulator(
