@@ -26,6 +26,7 @@ from ringmaster_dist.problems.statistics import estimate, norms_of, settle
 Batch = Any
 
 STATISTICS_WORKER = 2**20  # whose batches the running statistics are computed from; no real worker has this id
+_ODD_WEIGHTS = 0.1  # standard deviation of the weights at which buffers are watched
 _EVALUATION_WORKER = STATISTICS_WORKER + 1  # whose draws an evaluation makes
 
 
@@ -217,25 +218,34 @@ class ModuleProblem:
                     self._loss_of(batch)
 
         self._stop = never
+        if self._changing is None and self._buffers.has_saved:
+            self._changing = self._find_changing(forward)
         self._point_at(self._own_copy.copy_(iterate))  # user code may write to its weights: never to the server's
         self._buffers.restore()
         if not self._buffers.has_saved:
             self.module.eval()
             return
-        if self._changing is None:
-            self.module.train()
-            forward(0)
-            self._changing = self._buffers.changing()
-            self._buffers.restore()
+        assert self._changing is not None
         settle(self.module, self._changing, forward)
         estimate(self.module, forward, self._statistics_batches)
+
+    def _find_changing(self, forward: Callable[[int], None]) -> list[nn.Module]:
+        """At weights that are the same in every process, and where no buffer happens to fit already."""
+        drawn = torch.Generator().manual_seed(0)
+        self._point_at(self._own_copy.copy_(torch.randn(self._layout.size, generator=drawn).mul_(_ODD_WEIGHTS)))
+        self._buffers.restore()
+        self.module.train()
+        forward(0)
+        found = self._buffers.changing()
+        self._buffers.restore()
+        return found
 
     @property
     def unusual_buffers(self) -> list[str]:
         """Of modules that change buffers while they train, other than running statistics; known after `evaluate`."""
         norms, changing = norms_of(self.module), self._changing or []
         named = {module: name for name, module in self.module.named_modules()}
-        return sorted({named[owner] for owner in changing if owner not in norms})
+        return sorted({named[owner] or "the module" for owner in changing if owner not in norms})
 
     def fixed_state(self, iterate: torch.Tensor) -> dict[str, torch.Tensor]:
         """What is as the factory makes it, everywhere: frozen parameters, and buffers that no training changes."""

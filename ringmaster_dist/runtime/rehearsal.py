@@ -86,11 +86,8 @@ def _rehearse(config: Config, device: str) -> None:
 
 
 def _names(problem: Problem) -> set[str]:
-    """Of everything a module has."""
-    if not isinstance(problem, ModuleProblem):
-        return set()
-    module = problem.module
-    return {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+    """Of everything in the state of a module."""
+    return set(problem.module.state_dict()) if isinstance(problem, ModuleProblem) else set()
 
 
 def _check_tensor(target: str, what: str, tensor: object, size: int, problem: Problem) -> None:

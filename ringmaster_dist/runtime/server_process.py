@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-_MOST_STUCK_ROWS = 3  # rows of metrics in which gradients arrive and none is finite
+_MOST_INVALID = 30  # gradients in a row, of all workers: then it is not a worker's fault
 _SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port back
 
 
@@ -86,7 +86,7 @@ def serve(
     writer.on_written = lambda path: logger.file(path, "checkpoint")
     interval = (config.budget.seconds or 60.0) / config.run.samples
     next_sample, next_evaluation = service.seconds, core.version
-    divergence, counted, stuck_rows = _divergence(problem, directory), (core.accepted, core.invalid), 0
+    divergence, counted = _divergence(problem, directory), (core.accepted, core.invalid)
 
     def record(evaluation: Mapping[str, float]) -> None:
         loud = divergence.look(evaluation, metrics.train_loss, core.accepted)
@@ -102,14 +102,14 @@ def serve(
         host.check()
         if service.seconds >= next_sample:
             next_sample = service.seconds + interval
-            stuck = core.invalid > counted[1] and core.accepted == counted[0]  # since the row before
-            counted = core.accepted, core.invalid
+            if core.accepted > counted[0]:
+                counted = core.accepted, core.invalid
+            stuck = core.invalid > counted[1]  # since the last one that was accepted, all were invalid
             due = problem.quick_to_evaluate or core.version >= next_evaluation or stuck
             if due:
                 next_evaluation = core.version + config.eval.every
             record(problem.evaluate(core.snapshot.iterate) if due else {})
-            stuck_rows = stuck_rows + 1 if stuck else 0
-            if stuck and (divergence.is_hopeless or stuck_rows == _MOST_STUCK_ROWS):
+            if stuck and (divergence.is_hopeless or core.invalid - counted[1] >= _MOST_INVALID):
                 log.warning("server v=%d: no gradient is a finite number any more: the run is ended", core.version)
                 divergence.give_up()
                 service.end()
