@@ -34,7 +34,7 @@ class Divergence:
             return False
         rise, scale = self.value - self.began_at, abs(self.began_at)
         if self._evaluates:
-            return rise > _RISE * scale and (rise > _LEAST_RISE or rise > _MANY_TIMES * scale)
+            return rise > _RISE * scale and (rise > _LEAST_RISE or rise > _MANY_TIMES * scale > 0)
         return rise > (_RISE_OF_TRAINING if self._num_gradients >= _LEAST_GRADIENTS else _FAR) * scale
 
     @property

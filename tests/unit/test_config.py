@@ -125,6 +125,7 @@ def test_printed_configuration_loads_back():
         (["method.decay=1.5", "budget.updates=9"], ["method.decay=1.5", "between 0 and 1"]),
         (["method.decay=0.8", "method.warmup=0.3", "budget.updates=9"], ["method.decay=0.8", "method.warmup=0.3"]),
         (["geometry.radius.output=0"], ["geometry.radius.output=0", "above 0"]),
+        (["geometry.radius=2"], ["geometry.radius has keys of its own", "geometry.radius.matrix"]),
         (["geometry.radius.outputs=1"], ["geometry.radius.outputs", "output"]),
         (["geometry.weight_decay.scalar=-1"], ["geometry.weight_decay.scalar=-1"]),
         (["problem.clip=0"], ["problem.clip=0"]),

@@ -19,6 +19,11 @@ from ringmaster_dist.observe.divergence import Divergence, finite
         ([1.0, math.inf], True),
         ([1.0, None], True),  # as it is written to a file
         ([0.78, 1.138], True),
+        ([0.0269, 0.0801], False),  # small values are noisy,
+        ([0.0269, 0.3], True),  # up to a point
+        ([0.0, 0.05], False),
+        ([0.0, 0.5], True),
+        ([math.inf], True),
         ([], False),
     ],
 )

@@ -281,3 +281,96 @@ def test_clip_can_be_changed():
     whole = float(problem.gradient(start, 0, 0, 0)[0].norm())
     problem.clip = whole / 2
     assert float(problem.gradient(start, 0, 0, 0)[0].norm()) == pytest.approx(whole / 2, rel=1e-4)
+
+
+def test_spectral_norm_is_evaluated_and_exported_as_it_is_trained():
+    """Its vectors restart at every gradient. What an evaluation computes with, whatever came before, is the same."""
+
+    def made():
+        torch.manual_seed(0)
+        middle = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        return small(middle, nn.Tanh())
+
+    def evaluate(model):
+        return {"loss": float(loss(model, batches(9, 9, 9)[0]))}
+
+    def one_batch(seed, worker, sequence):  # with several, each has one more power iteration
+        return batches(9, 9, 9)[:1]
+
+    problem, start = bound(made(), one_batch, evaluate=evaluate)
+    moved = start + torch.randn(len(start), generator=torch.Generator().manual_seed(1))
+    first = problem.evaluate(start), problem.evaluate(moved)
+    other, _ = bound(made(), one_batch, evaluate=evaluate)
+    assert (other.evaluate(moved), other.evaluate(start)) == first[::-1]
+    loaded = made()
+    loaded.load_state_dict(problem.state_dict(moved), strict=True)
+    assert evaluate(loaded.eval()) == first[1]
+    assert problem.gradient(moved, 0, 0, 0)[1] == pytest.approx(first[1]["loss"], rel=1e-5)
+    assert problem.unusual_buffers == ["1.parametrizations.weight.0"]
+
+
+def test_an_evaluation_that_writes_to_the_weights_writes_to_its_own_copy():
+    def careless(model):
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        return {"loss": float(loss(model, batches(9, 9, 9)[0]))}
+
+    problem, start = bound(small(), evaluate=careless)
+    kept = start.clone()
+    assert problem.evaluate(start) == problem.evaluate(start)
+    assert torch.equal(start, kept)
+
+
+def test_large_buffers_written_behind_the_counter_are_put_back():
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.zeros(512, 256))
+
+        def forward(self, x):
+            if self.training:
+                self.codes.data += 1.0
+            return x + self.codes.mean()
+
+    problem, start = bound(small(Codebook()), evaluate=lambda model: {"loss": 0.0})
+    problem.evaluate(start)  # finds out which modules change their buffers
+    first = problem.gradient(start, 0, 0, 0)[1]
+    assert problem.gradient(start, 0, 0, 0)[1] == first
+
+
+def test_running_statistics_stay_where_they_are_not_computed():
+    """Without draws, and of a norm that the loss does not reach."""
+    norm = nn.BatchNorm1d(8)
+    norm.running_mean.fill_(7.0)
+    kept, start = bound(small(norm), statistics_batches=0)
+    assert kept.state_dict(start)["1.running_mean"].tolist() == [7.0] * 8
+
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.used = nn.BatchNorm1d(3), nn.Linear(4, 1)
+            self.norm.running_mean.fill_(7.0)
+
+        def forward(self, x):
+            return self.used(x)
+
+    unused, start = bound(Unused())
+    assert unused.state_dict(start)["norm.running_mean"].tolist() == [7.0] * 3
+
+
+def test_a_loss_that_computes_gradients_can_have_batch_norm():
+    def penalised(model, batch):
+        batch = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+        return slope.square().mean()
+
+    problem, start = bound(small(nn.BatchNorm1d(8)), its_loss=penalised, evaluate=lambda model: {"loss": 1.0})
+    assert problem.evaluate(start) == {"loss": 1.0}
+
+
+def test_what_no_training_changes_is_told_apart():
+    module = small(nn.BatchNorm1d(8))
+    module.register_buffer("table", torch.arange(3))
+    module[0].bias.requires_grad_(False)
+    problem, start = bound(module)
+    assert set(problem.fixed_state(start)) == {"table", "0.bias"}

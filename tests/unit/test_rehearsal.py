@@ -1,10 +1,16 @@
 """A mistake in the user's code is told once, with the user's own frames, before anything is started."""
 
+import json
 import random
 
 import pytest
+import torch
 
 from ringmaster_dist.cli.main import main
+from ringmaster_dist.config.build import build_layout, build_problem
+from ringmaster_dist.config.compose import load
+from ringmaster_dist.observe.recording import Recording
+from ringmaster_dist.observe.view import view
 
 HEAD = """
 import random, torch
@@ -15,6 +21,16 @@ def batches(seed, worker, sequence):
     return [torch.ones(2, 3) * sequence]
 def loss(model, batch):
     return model(batch).square().mean()
+"""
+HEAD += """
+def clamping(model, batch):
+    with torch.no_grad():
+        model.weight.clamp_(-0.01, 0.01)
+    return loss(model, batch)
+class Growing(nn.Linear):
+    def forward(self, x):
+        self.extra = nn.Parameter(torch.ones(1))
+        return super().forward(x)
 """
 PLAIN = "def factory(seed, device):\n    return ModuleProblem({module}, batches, {loss}{more})\n"
 
@@ -56,6 +72,14 @@ MISTAKES = [
     (own("gradient = lambda self, x, *r: (x[:2], 0.0)"), "the gradient is (2,) torch.float64: it has to be", ""),
     (own("gradient = lambda self, x, *r: (x.float(), 0.0)"), "the gradient is (4,) torch.float32: it has to be", ""),
     (own("gradient = lambda self, x, *r: (x / 0, 0.0)"), "at the initial iterate is not finite", ""),
+    (plain(loss="clamping"), "the gradient has changed the weights in place", ""),
+    (plain("Growing(3, 1)"), "'extra' was made or removed while a gradient was computed", ""),
+    (plain("nn.LazyLinear(1)"), "parameter 'weight' has no shape yet", ""),
+    (
+        plain("nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))").replace("* sequence]", "* (sequence, 0)[worker]]"),
+        "the state for an export could not be made",
+        "IndexError",
+    ),
     (own("evaluate = lambda self, x: 3.0"), "evaluate gave float: evaluate has to give a mapping", ""),
     (own("evaluate = lambda self, x: {'gap': x}"), "evaluate gave 'gap': Tensor", ""),
     (own("initial = lambda self, seed: torch.zeros(4)"), "the initial iterate is (4,) torch.float32", ""),
@@ -116,3 +140,47 @@ def test_what_repeats_says_nothing(command):
     """Dropout, random numbers in `batches`, and a factory that forgets the seed."""
     text = plain("nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 1))").replace("torch.ones", "torch.randn")
     assert command(text, "simulate", "budget.updates=3") == (0, "")
+
+
+def test_a_factory_gives_the_same_bits_with_any_number_of_threads(tmp_path, monkeypatch):
+    text = f"{HEAD}def factory(seed, device):\n    m = nn.Linear(300, 300)\n    nn.init.orthogonal_(m.weight)\n"
+    (tmp_path / "own_orthogonal.py").write_text(text + "    return ModuleProblem(m, batches, loss)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config, threads, found = (
+        load(["problem=python", "problem.target=own_orthogonal:factory"]),
+        torch.get_num_threads(),
+        [],
+    )
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        problem = build_problem(config)
+        build_layout(config, problem)
+        found.append(problem.initial(0))
+        assert torch.get_num_threads() == count
+    torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_any_name_and_number_of_an_evaluation_is_shown(command, tmp_path):
+    """Names that are markup, or ours; numbers that are not finite."""
+    figures = "{'[/x] y': 1.0, 'time': 7.0, 'version': float('nan'), 'f1[macro]': 0.5, 'accepted': -1}"
+    assert command(plain(more=f", evaluate=lambda model: {figures}"), "simulate", "budget.updates=3") == (0, "")
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert (rows[0]["version"], rows[0]["time"], rows[0]["accepted"]) == (0, 0.0, 0)
+    assert rows[0]["evaluation"] == {"[/x] y": 1.0, "time": 7.0, "version": None, "f1[macro]": 0.5, "accepted": -1.0}
+    totals = view([Recording(tmp_path / "run")])["runs"][0]["totals"]
+    assert totals["evaluation"] == {"[/x] y": 1.0, "time": 7.0, "f1[macro]": 0.5, "accepted": -1.0}
+
+
+def test_a_simulation_without_finite_gradients_ends(command, tmp_path):
+    steep = plain(loss="lambda model, batch: 1e3 * model(batch + 1.0).pow(4).mean()")
+    words = [
+        "geometry=euclidean",
+        "geometry.matrix=none",
+        "geometry.scalar=none",
+        "method.eta=1e3",
+        "budget.updates=999",
+    ]
+    assert command(steep, "simulate", "budget.seconds=null", *words)[0] == 1
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["diverged"], summary["ended"]) == (True, "diverged")
