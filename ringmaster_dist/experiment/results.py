@@ -102,7 +102,7 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
         axis.set_title(_TITLES.get(regime, f"geometry={regime}" if regime in GEOMETRIES else f"{regime} delays"))
         axis.set_xlabel("virtual seconds")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=6)
+        axis.legend(fontsize=6, loc="upper right")
         if plan.objective == "gap":
             axis.set_yscale("log")
         else:  # what rises above the beginning on its way hides the differences at the end
