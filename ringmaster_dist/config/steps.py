@@ -20,7 +20,7 @@ _PROBLEMS = {
         {"ringmaster_agnostic": 25.0, "delay_adaptive": 0.04, "asynchronous": 0.04},
     ),
     "nanochat": _Steps(
-        {"muon": 1.0, "scion": 0.01, "euclidean": 0.1, "sign": 0.002},
+        {"muon": 1.0, "scion": 0.01, "euclidean": 0.1, "sign": 0.003},
         {"ringmaster_agnostic": 25.0},
     ),
     "python": _Steps(
