@@ -151,7 +151,7 @@ def same_run(directory: Path, composed: DictConfig) -> None:
                 continue
             if (section, key) not in _OF_THE_CALL and old.get(key) != new.get(key):
                 raise UserError(
-                    f"{section}.{key}={new.get(key)}: the run in {directory} was begun with {old.get(key)}; "
+                    f"{section}.{key}={OmegaConf.select(composed, f'{section}.{key}')}: the run in {directory} was begun with {old.get(key)}; "
                     "a run goes on as it began: choose another run.dir, or leave it as it was"
                 )
     _check_schedule(directory, before, composed)

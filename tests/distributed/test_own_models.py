@@ -164,7 +164,7 @@ def fine_tune(module, run, summary, tmp_path, capsys):
         ("head.weight", None, "it has no 'head.weight'"),
         ("head.weight", torch.zeros(3, 8), "'head.weight' has the shape (3, 8), not (1, 8)"),
         ("head.weight", weight / 0, "not finite"),
-        ("backbone.0.weight", state["backbone.0.weight"] + 1, "frozen parameter 'backbone.0.weight' differs"),
+        ("backbone.0.weight", state["backbone.0.weight"] + 1, "'backbone.0.weight', which is not trained, differs"),
     ):
         rest = {key: tensor for key, tensor in state.items() if key != name}
         save_file(rest if changed is None else {**rest, name: changed}, one)

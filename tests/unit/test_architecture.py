@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import ringmaster_dist
+from tests.syntax import parsed
 
 PACKAGE = Path(ringmaster_dist.__file__).parent
 
@@ -24,7 +25,7 @@ def test_only_transport_knows_torch_distributed():
     """
     guilty, alternatives = [], {"bench/ddp.py", "bench/exchange.py"}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]

@@ -22,6 +22,7 @@ from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.session import simulate
 from ringmaster_dist.simulation.simulator import Simulator
 from ringmaster_dist.simulation.speeds import Speeds
+from tests.syntax import parsed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ringmaster_dist"
@@ -35,7 +36,7 @@ def names_of(path):
     """Functions and classes of a module; those inside a class as ``Class.name``."""
     found = set()
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path.read_text()).body:
         if isinstance(node, kinds):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
@@ -179,7 +180,7 @@ def test_public_names_can_be_imported():
 @pytest.mark.parametrize("heading", ["A problem", "A method", "A geometry"])
 def test_examples_use_public_names_only(heading):
     imported = set()
-    for node in ast.walk(ast.parse(example(heading)[1])):
+    for node in ast.walk(parsed(example(heading)[1])):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("ringmaster_dist"):
             imported |= {f"{node.module}.{alias.name}" for alias in node.names}
     allowed = set(public_names()[0])
