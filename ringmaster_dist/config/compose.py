@@ -150,8 +150,9 @@ def same_run(directory: Path, composed: DictConfig) -> None:
             if section in _MAY_CHANGE and f"{section}.{key}" not in _MAY_NOT:
                 continue
             if (section, key) not in _OF_THE_CALL and old.get(key) != new.get(key):
+                given = OmegaConf.select(composed, f"{section}.{key}")  # as it was written
                 raise UserError(
-                    f"{section}.{key}={OmegaConf.select(composed, f'{section}.{key}')}: the run in {directory} was begun with {old.get(key)}; "
+                    f"{section}.{key}={given}: the run in {directory} was begun with {old.get(key)}; "
                     "a run goes on as it began: choose another run.dir, or leave it as it was"
                 )
     _check_schedule(directory, before, composed)

@@ -315,7 +315,6 @@ def test_advice_is_given():
     [
         ("nanochat", "linear", ["ringmaster", "rennala"]),
         ("radii", "delayed", ["radii", "one eta", "Muon + AdamW"]),
-        ("steps", "scion", ["ringmaster", "ringmaster_agnostic", "delay_adaptive", "asynchronous"]),
     ],
 )
 def test_experiments_on_language_in_small(name, regime, contenders, tmp_path):
