@@ -11,7 +11,7 @@ from ringmaster_dist.simulation.session import simulate
 
 PROBLEMS = {
     "quadratic": ["problem=quadratic", "budget.updates=400"],
-    "nanochat": ["problem=nanochat", "problem.validation_rows=8", "problem.final_tokens=1024", "budget.updates=10"],
+    "nanochat": ["problem=nanochat", "problem.validation_rows=8", "problem.final_tokens=1024", "budget.updates=15"],
     "cnn": ["problem=python", "problem.target=tests.unit.test_defaults:cnn", "budget.updates=100"],
 }
 
