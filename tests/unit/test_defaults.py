@@ -53,7 +53,8 @@ def test_the_default_step_ends_below_where_it_began(problem, method, tmp_path):
 
 @pytest.mark.parametrize("geometry", groups()["geometry"])
 def test_so_does_every_geometry(geometry, tmp_path):
-    for problem, words in PROBLEMS.items():
+    for problem in ("quadratic", "cnn"):  # a language model in each of them is what ``experiment steps`` plays
+        words = PROBLEMS[problem]
         shared = [f"geometry={geometry}", "cluster.workers=4", "budget.seconds=null", "run.trace=false"]
         summary = simulate(load([*words, *shared]), RunDirectory(str(tmp_path / problem), name="x"))
         assert summary.get("final_gap", summary.get("final_loss")) < 0.99 * summary["initial"], problem
