@@ -6,12 +6,14 @@ say "lint"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/codespell
-say "types"
-.venv/bin/mypy
 if [ $# -gt 0 ]; then
+    .venv/bin/mypy
     exec .venv/bin/python -m pytest "$@"
 fi
-say "tests, on all cores"
+say "types, and tests on all cores"
+.venv/bin/mypy &
+types=$!
 .venv/bin/python -m pytest -n "$(nproc)" --dist worksteal -m "not alone and not docker"
+wait "$types"
 say "tests that measure, one by one"
 .venv/bin/python -m pytest -m "alone and not docker"
