@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own, one at a time, while training goes on."""
+    """Writes checkpoints in a thread of its own, one at a time, while training continues."""
 
     def __init__(self, checkpoints: Checkpoints, journal: Journal, every: int | None, core: ServerCore) -> None:
         self._checkpoints, self._journal, self._core = checkpoints, journal, core

@@ -127,7 +127,7 @@ def serve(
     summary = _summary(config, evaluation, service, ended, time.monotonic() - began)
     summary |= {"diverged": divergence.diverged, "evaluated_on": evaluated_on(problem, at_the_end=False)}
     directory.write_summary(summary)
-    if not stopped:  # the closing evaluation takes longer; who has asked for a stop does not wait for it
+    if not stopped:  # the closing evaluation takes longer: a user that stops the run does not wait for it
         evaluation = evaluate_at_the_end(problem, core.snapshot.iterate)
         divergence.look(evaluation, metrics.train_loss, core.accepted)
         summary |= finite({f"final_{name}": value for name, value in evaluation.items()})

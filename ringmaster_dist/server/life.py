@@ -6,7 +6,7 @@
 GATHERING  workers that join wait for the others; the clock stands
 RUNNING    gradients get verdicts
 ENDING     there are no more verdicts; the updates that were decided are computed, and a last checkpoint is written
-OVER       every worker that waits or calls is told that the run is over
+OVER       the answer to every call says that the run is over
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def test_a_model_is_trained_replayed_exported_and_loaded(name, text, own, tmp_pa
 
 
 def fine_tune(module, run, summary, tmp_path, capsys):
-    """From the run itself, with another order of the parameters; resumed; and what does not fit is told."""
+    """A run begins from its weights in another parameter order, and resumes. Weights that do not fit are refused."""
     tuned, target = tmp_path / "tuned", f"problem.target={module.__name__}:factory"
     _, first = trained(tuned, module.__name__, f"init={run}", "geometry=euclidean", "budget.updates=10")
     assert first["version"] == 0

@@ -1,4 +1,4 @@
-"""A module of the user's own as a problem: what is trained, what a gradient depends on, what is told."""
+"""A user's module as a problem: which parameters are trained, what a gradient depends on, which errors are raised."""
 
 import random
 
@@ -106,7 +106,7 @@ def test_buffers_are_put_back_before_the_next_gradient():
 
 
 def test_the_statistics_of_an_evaluation_are_those_of_its_weights():
-    """Against batch norm written down anew: the mean over batches of each batch's mean and unbiased variance."""
+    """Compares with an independent batch norm: the mean over batches of each batch's mean and unbiased variance."""
     module = small(nn.BatchNorm1d(8), nn.Dropout(0.5))
     seen = []
 
