@@ -10,10 +10,10 @@ from ringmaster_dist.config.errors import UserError
 _HELP = """ringmaster export RUN_DIR|CHECKPOINT [FILE]
 
 Writes the weights of a checkpoint by name to a safetensors FILE. Of a run it takes the newest good checkpoint. The
-configuration (.yaml) and the tokenizer, if there is one (.tokenizer.json), are written next to FILE. The tensors are the whole state of the
-module: module.load_state_dict(load_file(FILE)) works, with frozen and tied weights and buffers. The number of updates
-is `version` in the file's metadata. Without FILE: weights.safetensors in the run's directory. It works while the
-run continues and after a crash.
+configuration (.yaml) and the tokenizer, if there is one (.tokenizer.json), are written next to FILE. The tensors are
+the whole state of the module: module.load_state_dict(load_file(FILE)) works, with frozen and tied weights and buffers.
+The number of updates is `version` in the file's metadata. Without FILE, it writes weights.safetensors in the run's
+directory. It works while the run continues and after a crash.
 """
 
 
