@@ -202,9 +202,9 @@ def loss(model, x):
 @pytest.mark.parametrize(
     ("name", "changes", "warned", "words"),
     [
-        ("own_noisy", {"start": "pass", "more": "* (1 + os.urandom(1)[0] / 255)"}, True,
+        ("own_noisy", {"start": "pass", "more": "* (1 + int.from_bytes(os.urandom(4)) / 2**39)"}, True,
          "the gradient is not a function of its arguments: computed twice at version"),
-        ("own_forgetful", {"start": "self.weight.data.fill_(os.urandom(1)[0])", "more": ""}, False,
+        ("own_forgetful", {"start": "self.weight.data.fill_(int.from_bytes(os.urandom(4)) / 2**32)", "more": ""}, False,
          "the factory own_forgetful:factory gives other weights each time"),
     ],
 )  # fmt: skip
