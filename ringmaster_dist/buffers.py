@@ -1,7 +1,8 @@
-"""Memory for big tensors, used again as soon as nobody refers to it: most of what a fresh one costs is its pages.
+"""Memory for big tensors that is reused as soon as nothing refers to it.
 
-A tensor that is being sent is referred to by the transport alone, so Python's own counts do not tell: the storage's
-does. Where torch does not say it, memory is not used again.
+Most of the cost of a fresh tensor is its page faults. While a tensor is being sent, only the transport refers to it, so
+Python's reference count does not show that it is in use. The reference count of its storage does. If this torch does
+not offer that count, memory is not reused.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ _count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Buffers:
-    """Flat tensors of one size and type. May be asked by any thread."""
+    """Flat tensors of shape (size,) and one dtype. Any thread may call this."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self._size, self._dtype = size, dtype
-        self._all: list[tuple[torch.UntypedStorage, int]] = []  # with its count when only this list refers to it
+        self._all: list[tuple[torch.UntypedStorage, int]] = []  # each with its count while only this list refers to it
         self._lock = threading.Lock()
 
     def take(self) -> torch.Tensor:
-        """One whose content nobody needs; it is this caller's until the last reference to it is gone."""
+        """Returns a tensor with undefined content. It belongs to the caller until the last reference to it is gone."""
         if _count is None:
             return torch.empty(self._size, dtype=self._dtype)
         with self._lock:
@@ -31,7 +32,7 @@ class Buffers:
                     return torch.empty(0, dtype=self._dtype).set_(storage)
             tensor = torch.empty(self._size, dtype=self._dtype)
             storage = tensor.untyped_storage()
-            self._all.append((storage, _count(storage._cdata) - 1))  # less the tensor that is handed out
+            self._all.append((storage, _count(storage._cdata) - 1))  # minus the tensor that is returned
             return tensor
 
     def __len__(self) -> int:

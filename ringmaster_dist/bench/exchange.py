@@ -30,7 +30,7 @@ from ringmaster_dist.bench import links, show
 from ringmaster_dist.bench.peers import TOKEN, Peer, cpu_seconds, serve
 from ringmaster_dist.bench.update import paper_parameters
 from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push
-from ringmaster_dist.wire import Ends, Wire
+from ringmaster_dist.wire import Codec, Wire
 
 _COLUMNS = ["exchange", "relative", "ms", "worst ms", "MB each way", "CPU ms"]
 _LINK_COLUMNS = ["between two machines", "x plain", "ms", "worst ms", "CPU ms", "join ms"]
@@ -260,10 +260,10 @@ def _our_exchange(address: str, wire: Wire, size: int, tls: bool) -> tuple[Calla
     welcome = client.join(JoinRequest(PROTOCOL_VERSION, TOKEN, 0))
     assert welcome.snapshot is not None
     gradient, at = torch.randn(size), [0, welcome.snapshot.version]
-    ends = Ends(wire, size, torch.float32)
+    ends = Codec(wire, size, torch.float32)
 
     def exchange() -> None:
-        push = Push(at[0], at[1], ends.pack_gradient(gradient), 0.0, 0.0)
+        push = Push(at[0], at[1], ends.encode_gradient(gradient), 0.0, 0.0)
         snapshot = client.push(welcome.session, push).snapshot
         assert snapshot is not None
         assert snapshot.version == at[1] + 1

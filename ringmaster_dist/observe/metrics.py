@@ -158,7 +158,7 @@ class Metrics:
         }
         self._norms_at = time.monotonic() + (time.monotonic() - began) / _NORMS_FRACTION
         self._gradient, service.meter.kept = None, None
-        service.meter.wanted = True
+        service.meter.keeps_next = True
         return norms
 
     def _tokens(self, service: Service) -> int:

@@ -31,7 +31,7 @@ from ringmaster_dist.runtime.journal import Journal
 from ringmaster_dist.runtime.logger import open_logger, tell_the_end
 from ringmaster_dist.runtime.signals import stop_signals
 from ringmaster_dist.server import weights
-from ringmaster_dist.server.checkpoints import Checkpoints, Unusable
+from ringmaster_dist.server.checkpoints import Checkpoints, CheckpointState, Unusable
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
 
@@ -69,14 +69,11 @@ def serve(
     state = _restore(core, checkpoints, directory)
     metrics = Metrics(core.update.layout, core.version, tokens_of_slot(config))
     chooses = config.method.threshold == "auto"
-    journal = Journal(directory, state["files"] if state else {}, metrics, chooses=chooses)
+    journal = Journal(directory, state.files if state else {}, metrics, chooses=chooses)
     writer = CheckpointWriter(checkpoints, journal, config.checkpoint.every, core)
     torch.set_num_threads(config.server.compute_threads)
     fingerprint = build_fingerprint(core.update.layout, problem)
-    service = Service(
-        core, _settings(config, config_text, fingerprint, token), journal,
-        state=state, checkpoint_due=writer.due, save=writer.submit, save_last=writer.write_last,
-    )  # fmt: skip
+    service = Service(core, _settings(config, config_text, fingerprint, token), journal, writer, state=state)
     host = _listen(service, config, directory, token)
     service.start()
     directory.write_secret("address", host.address)
@@ -161,13 +158,14 @@ def _settings(config: Config, config_text: str, fingerprint: str, token: str) ->
     )
 
 
-def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory) -> dict[str, Any] | None:
+def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory) -> CheckpointState | None:
     """Brings the core to the newest good checkpoint, if any, and begins a new term, which is on the disk then."""
 
-    def fits(state: Mapping[str, Any]) -> str:
-        if state["iterate"].shape != core.snapshot.iterate.shape or state["iterate"].dtype != core.update.dtype:
+    def fits(state: CheckpointState) -> str:
+        iterate = state.core.iterate
+        if iterate.shape != core.snapshot.iterate.shape or iterate.dtype != core.update.dtype:
             return "it is of another model"
-        return "" if directory.has_sizes(state["files"]) else "the trace is shorter than it was then"
+        return "" if directory.has_sizes(state.files) else "the trace is shorter than it was then"
 
     earlier = directory.read_rows("terms.jsonl")  # a term whose line is torn has served nobody
     try:
@@ -175,10 +173,9 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
     except Unusable as error:
         raise UserError(f"{error}. To begin anew: another run.dir, or run.overwrite=true") from error
     if found:
-        core.load_state_dict(found[1])
+        core.load(found[1].core)
     if earlier:
-        core.begins = [term["version"] for term in earlier]
-        core.begin_term()
+        core.enter_term([*(term["version"] for term in earlier), core.version])
         log.warning(
             "server: term %d begins at version %d%s", core.term, core.version, f" from {found[0].name}" if found else ""
         )

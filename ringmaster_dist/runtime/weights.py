@@ -60,7 +60,7 @@ def _load(file: Path, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor,
         if version is None:
             raise ValueError("it is neither a checkpoint nor exported weights")
         return by_name.flat(tensors, layout, dtype), version
-    state = read(file)
-    if state["iterate"].numel() != layout.size:
-        raise ValueError(f"it is of another model ({state['iterate'].numel():,} parameters, not {layout.size:,})")
-    return state["iterate"], state["version"]
+    state = read(file).core
+    if state.iterate.numel() != layout.size:
+        raise ValueError(f"it is of another model ({state.iterate.numel():,} parameters, not {layout.size:,})")
+    return state.iterate, state.version

@@ -1,8 +1,8 @@
-"""Checkpoints: the whole state of a run in one safetensors file, there whole or not at all.
+"""Checkpoints: the whole state of a run in one safetensors file, which is there whole or not at all.
 
-A file is written under a temporary name, flushed to the disk, and renamed; its name ends with the beginning of its
-SHA-256, so a torn or altered one is recognised and passed over. Tensors are entries of the file; the rest of the state
-is JSON in its metadata.
+A file is written under a temporary name, fsynced and renamed. Its name ends with the beginning of its SHA-256, so a
+torn or altered file is recognised and passed over. Tensors are entries of the file. The rest of the state is JSON in
+its metadata.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ringmaster_dist.files import sha256_of, to_disk
+from ringmaster_dist.server.core import CoreState
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,34 @@ _NAME = re.compile(r"term-(\d+)_push-(\d+)_version-(\d+)_([0-9a-f]{16})\.safeten
 
 
 class Unusable(Exception):
-    """There are checkpoints, and none of them can be gone on from."""
+    """There are checkpoints, and none of them can be resumed from."""
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """Everything that a later server needs to continue the run bit for bit."""
+
+    core: CoreState
+    seconds: float  # of the run, over all terms
+    ended: bool
+    members: list[list[Any]]  # of `Members.state`
+    files: dict[str, int]  # the sizes of the run's files, which are truncated to them
+
+    def to_file(self) -> tuple[dict[str, torch.Tensor], str]:
+        """Returns the tensors, and the rest as JSON."""
+        values = {field.name: getattr(self.core, field.name) for field in fields(CoreState)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        rest = {name: value for name, value in values.items() if name not in tensors}
+        service = {"seconds": self.seconds, "ended": self.ended, "workers": self.members}
+        return tensors, json.dumps({**rest, "service": service, "files": self.files})
+
+    @classmethod
+    def from_file(cls, tensors: Mapping[str, torch.Tensor], text: str) -> CheckpointState:
+        """Raises KeyError if a part is missing."""
+        values = {**json.loads(text), **tensors}
+        service = values["service"]
+        core = CoreState(**{field.name: values[field.name] for field in fields(CoreState)})
+        return cls(core, service["seconds"], service["ended"], service["workers"], values["files"])
 
 
 class Checkpoints:
@@ -36,15 +65,15 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self._folder, self._keep = folder, keep
 
-    def save(self, state: Mapping[str, Any], *, term: int, pushes: int, version: int) -> Path:
-        """Writes one and removes the oldest. Raises OSError, and leaves nothing behind, where that fails."""
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        rest = {name: value for name, value in state.items() if name not in tensors}
+    def save(self, state: CheckpointState, term: int) -> Path:
+        """Writes one and removes the oldest. Raises OSError, and leaves nothing behind, if that fails."""
+        tensors, rest = state.to_file()
+        version, pushes = state.core.version, sum(state.core.counters)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self._folder / ".writing"
         try:
-            save_file(tensors, temporary, metadata={"format": FORMAT, "state": json.dumps(rest)})
-            temporary.chmod(0o600)  # some versions of the library leave that to nobody
+            save_file(tensors, temporary, metadata={"format": FORMAT, "state": rest})
+            temporary.chmod(0o600)  # some versions of the library write files that everybody may read
             to_disk(temporary)
             name = f"term-{term:04d}_push-{pushes:09d}_version-{version:09d}_{sha256_of(temporary)[:16]}.safetensors"
             path = temporary.replace(self._folder / name)
@@ -60,13 +89,14 @@ class Checkpoints:
         return path
 
     def newest(
-        self, fits: Callable[[Mapping[str, Any]], str] = lambda state: "", *, rename: bool = True
-    ) -> tuple[Path, dict[str, Any]] | None:
-        """The newest good one; None where there is none at all. ``fits`` says what is wrong with a state, if anything.
+        self, fits: Callable[[CheckpointState], str] = lambda state: "", *, rename: bool = True
+    ) -> tuple[Path, CheckpointState] | None:
+        """Returns the newest good checkpoint, or None if there is no checkpoint at all.
 
-        For who goes on from it, newer ones that are passed over are renamed: what is written from now on may contradict
-        them. Raises `Unusable` where there are some and none is good, OSError where one cannot be read now: to begin
-        anew would be to throw away what they, or a better moment, may still give back.
+        ``fits`` says what is wrong with a state. With ``rename``, checkpoints newer than the one returned are renamed,
+        so that the next start does not pick them. Raises `Unusable` if there are checkpoints and none is good, and
+        OSError if one cannot be read now. A run must not begin from its start then: that would discard work that a
+        person, or a later attempt, can still recover.
         """
         passed_over: dict[Path, str] = {}
         for path in reversed(self._paths()):
@@ -103,8 +133,8 @@ def is_checkpoint(path: Path) -> bool:
         return (file.metadata() or {}).get("format") == FORMAT
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The state in a file. Raises ValueError with the reason if it is not a whole checkpoint."""
+def read(path: Path) -> CheckpointState:
+    """Returns the state in a file. Raises ValueError or KeyError if it is not a whole checkpoint."""
     match = _NAME.fullmatch(path.name)
     if match is not None and sha256_of(path)[:16] != match[4]:
         raise ValueError("its content is not what its name says: it is torn or was altered")
@@ -112,4 +142,5 @@ def read(path: Path) -> dict[str, Any]:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise ValueError(f"it is not a {FORMAT!r}")
-        return {**json.loads(metadata["state"]), **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return CheckpointState.from_file(tensors, metadata["state"])

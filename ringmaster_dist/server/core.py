@@ -1,27 +1,28 @@
-"""The server's state and verdicts: the only place that decides and updates (Algorithm 1).
+"""The server's state and verdicts. This is the only place that decides and updates (Algorithm 1).
 
-A plain object without clock, thread, socket or file. The real server and the simulator drive the same one. Deciding
-and computing are apart: `judge` and `count_out` decide and count the version on, `apply_next` does the arithmetic of
-the oldest update decided. `push` and `leave` are both at once. Invariants:
+The core is a plain object without clock, thread, socket or file. The real server and the simulator drive the same one.
+Deciding and computing are separate. `judge` and `count_out` decide, and advance the version. `apply_next` computes the
+oldest update that was decided. `push` and `leave` do both at once. Invariants:
 
 - every push gets exactly one verdict, and ``accepted + stale + invalid`` is the number of pushes counted;
 - a repeated ``(worker, sequence)`` gets its first answer again and changes nothing, not even a counter;
 - a gradient whose delay has reached the threshold is never applied, and no gradient is applied twice;
-- an iterate handed out in a snapshot is never written again, unless its holder gives it back (`recycle`).
+- an iterate in a snapshot is never written again, unless its holder returns the memory (`recycle`).
 
-Callers serialise their calls, except that one thread may be in `apply_next` while others judge: only `apply_next`
-touches iterate, momentum and sum, and only the others touch version, counters and ledger.
+Callers serialise their calls, with one exception: one thread may be in `apply_next` while others judge. Only
+`apply_next` touches iterate, momentum and sum, and only the others touch version, counters and ledger.
 
-Each start of a server is a *term*. One that starts from a checkpoint continues the history at the checkpoint's
-version; what an earlier term computed beyond it is lost. ``begins`` holds the version at which each term began, so a
-gradient, named by term and version, is known to belong to this history or not.
+Each start of a server is a *term*. A server that starts from a checkpoint continues the history at the version of the
+checkpoint, and what an earlier term computed beyond that version is lost. ``begins`` holds the version at which each
+term began. So the core knows whether a gradient, which names its term and version, belongs to this history.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.protocol import Receipt, Snapshot, Verdict
 
-# A gradient, or a way to get it: the latter is called only if the delay admits the push.
+# A gradient, or a function that computes it. The function is called only if the delay admits the push.
 Gradient = torch.Tensor | Callable[[], torch.Tensor]
 
 _ACCEPTED, _STALE, _INVALID = Verdict.ACCEPTED, Verdict.STALE, Verdict.INVALID
@@ -50,12 +51,31 @@ class WorkerRecord:
 
 
 class _Decided(NamedTuple):
-    """Arithmetic to do: take a gradient in; if it completes an update, apply the mean of ``num_averaged``."""
+    """Arithmetic that is left to do: add the gradient, and apply the mean of ``num_averaged`` if that is an update."""
 
-    gradient: torch.Tensor | None  # None: a round completed by a departure
-    num_averaged: int  # 0: only take it in
+    gradient: torch.Tensor | None  # (size,), or None if the departure of a worker completed a round
+    num_averaged: int  # 0 if the gradient is only added to the sum
     eta: float
     alpha: float
+
+
+@dataclass(frozen=True)
+class CoreState:
+    """Everything that a core of the same configuration needs to continue bit for bit.
+
+    The terms are not part of it. They are facts about the starts of the server, which an earlier state cannot know.
+    """
+
+    iterate: torch.Tensor  # (size,)
+    momentum: torch.Tensor  # (size,)
+    sum: torch.Tensor | None  # (size,), of the gradients received for the next update
+    num_summed: int
+    version: int
+    method: dict[str, Any]
+    counters: list[int]  # accepted, stale, invalid
+    workers: list[list[Any]]  # worker, sequence, last receipt, accepted, stale, invalid
+    live: list[int]
+    next_worker_id: int
 
 
 class ServerCore:
@@ -86,10 +106,7 @@ class ServerCore:
         self._sum: torch.Tensor | None = None  # of the gradients taken in for the next update
         self._num_summed = 0
         self._next_worker_id = 0
-        self._spare: list[torch.Tensor] = []  # memory for iterates to come
-        self.allocate: Callable[[], torch.Tensor] = lambda: torch.empty_like(self.snapshot.iterate)  # and more of it
-        self.outgoing = self.snapshot  # as workers get it: rounded, where there is memory for that
-        self.allocate_rounded: Callable[[], torch.Tensor] | None = None
+        self._spare: list[torch.Tensor] = []  # recycled memory for the next iterates
 
     @property
     def term(self) -> int:
@@ -105,10 +122,10 @@ class ServerCore:
         threshold = self.method.threshold(self.version)
         return 0 if threshold > self.version else int(self.version - threshold + 1)
 
-    def begin_term(self) -> None:
-        """Starts a new term at the current version, which is what a checkpoint has given back."""
+    def enter_term(self, begins: Sequence[int]) -> None:
+        """Continues in the last of these terms, each given by the version at which it began."""
         assert not self.decided, "a term begins with nothing left to apply"
-        self.begins.append(self.version)
+        self.begins = list(begins)
         self.snapshot = self.snapshot._replace(term=self.term)
 
     def shared_version(self, term: int, version: int) -> int:
@@ -116,7 +133,7 @@ class ServerCore:
         return min(version, *self.begins[term + 1 :]) if term < self.term else version
 
     def join(self, worker_id: int | None = None) -> int:
-        """Admits a new worker, or again one that was here before (its sequences go on); returns its id."""
+        """Admits a new worker, or readmits an earlier one, whose sequences continue. Returns its id."""
         if worker_id is None:
             worker_id = self._next_worker_id
         elif worker_id < 0:
@@ -132,7 +149,7 @@ class ServerCore:
         self.settle()
 
     def count_out(self, worker_id: int) -> None:
-        """As `leave`, with the arithmetic left to `apply_next`."""
+        """Does what `leave` does, and leaves the arithmetic to `apply_next`."""
         if worker_id not in self.live:
             return
         self.live.discard(worker_id)
@@ -141,11 +158,11 @@ class ServerCore:
             self._decide(None, completes, delay=0)
 
     def fetch(self, known_version: int | None = None) -> Snapshot | None:
-        """The newest snapshot, or None when the caller has it."""
+        """Returns the newest snapshot, or None if the caller has it."""
         return None if known_version == self.snapshot.version else self.snapshot
 
     def recycle(self, snapshot: Snapshot) -> None:
-        """Gives an old iterate's memory back. The caller promises that nobody reads it any more."""
+        """Returns the memory of an old iterate. The caller promises that no thread reads it any more."""
         assert snapshot.version < self.snapshot.version, "the current iterate is in use"
         self._spare.append(snapshot.iterate)
 
@@ -153,13 +170,13 @@ class ServerCore:
         self, worker_id: int, sequence: int, gradient_version: int, gradient: Gradient, term: int | None = None,
         compute_seconds: float = 0.0,
     ) -> Receipt:  # fmt: skip
-        """One verdict on one gradient, and the update when the method says so."""
+        """Gives one verdict on one gradient, and computes the update if the method says so."""
         receipt = self.judge(worker_id, sequence, gradient_version, gradient, term, compute_seconds)
         self.settle()
         return receipt
 
     def settle(self) -> None:
-        """Does everything decided."""
+        """Computes everything that was decided."""
         while self.decided:
             self.apply_next()
 
@@ -173,10 +190,10 @@ class ServerCore:
         compute_seconds: float = 0.0,
         fault: str | None = None,
     ) -> Receipt:
-        """One verdict on one gradient; decides an update when the method says so.
+        """Gives one verdict on one gradient, and decides an update if the method says so.
 
-        Sequences of a worker increase from push to push; gaps are allowed (work that was interrupted).
-        ``fault`` is what `gradient_fault` has said of the gradient, where the caller has asked it already.
+        The sequences of a worker increase from push to push. Gaps are allowed, because work may be interrupted.
+        ``fault`` is the answer of `gradient_fault`, if the caller has asked already.
         """
         record = self.workers.get(worker_id)
         if record is not None and sequence == record.sequence and record.receipt is not None:
@@ -209,7 +226,7 @@ class ServerCore:
         self, record: WorkerRecord | None, worker_id: int, sequence: int, gradient_version: int, delay: int,
         term: int | None,
     ) -> str:  # fmt: skip
-        """What is wrong with a push, whatever its gradient; empty if nothing is."""
+        """Says what is wrong with a push apart from its gradient. Empty if nothing is."""
         if record is None or worker_id not in self.live:
             return f"worker {worker_id} is not a member of this run: join first"
         if sequence <= record.sequence:
@@ -225,7 +242,7 @@ class ServerCore:
         return self.method.refusal(worker_id)
 
     def gradient_fault(self, gradient: torch.Tensor) -> str:
-        """What is wrong with a gradient; empty if nothing is. May be called by any thread."""
+        """Says what is wrong with a gradient. Empty if nothing is. Any thread may call this."""
         iterate, expected = self.snapshot.iterate, self.gradient_dtype
         if gradient.shape != iterate.shape:
             return f"the gradient has shape {tuple(gradient.shape)}, the iterate {tuple(iterate.shape)}"
@@ -235,7 +252,7 @@ class ServerCore:
             return f"the gradient is not a plain tensor of numbers ({gradient.layout}, {gradient.requires_grad=})"
         if gradient.device != iterate.device:
             return f"the gradient is on {gradient.device}, the iterate on {iterate.device}"
-        # One cheap pass: a NaN or Inf always spoils the sum. A sum can also overflow, so ask again if it did.
+        # The sum is one cheap pass: it is not finite if an element is not. It can also overflow, so look again then.
         if not math.isfinite(float(gradient.sum())) and not bool(torch.isfinite(gradient).all()):
             return "the gradient contains NaN or Inf"
         return ""
@@ -263,19 +280,30 @@ class ServerCore:
         if num_averaged:
             self.version = version + 1
 
-    def apply_next(self) -> None:
-        """Does the oldest thing decided. The next iterate goes to memory of its own: the current one may be in use."""
+    def apply_next(self, out: torch.Tensor | None = None, rounded: torch.Tensor | None = None) -> None:
+        """Computes the oldest thing decided.
+
+        The next iterate is written to ``out``, of shape (size,), or to memory of the core's own: the current iterate
+        may be in use. ``rounded`` gets the next iterate too, in the dtype of that tensor. Neither is written if the
+        gradient does not complete an update.
+        """
         gradient, num_averaged, eta, alpha = self.decided[0]
-        if num_averaged == 1 and self._num_summed == 0 and gradient is not None:
-            self._apply(gradient, eta, alpha)
-        else:
+        mean = gradient
+        if num_averaged != 1 or self._num_summed or gradient is None:
             if gradient is not None:
                 self._take_in(gradient)
             if num_averaged:
                 assert self._sum is not None
                 assert self._num_summed == num_averaged
                 self._num_summed = 0
-                self._apply(self._sum.div_(num_averaged), eta, alpha)
+                mean = self._sum.div_(num_averaged)
+        if num_averaged:
+            assert mean is not None
+            version, iterate, term = self.snapshot
+            if out is None:
+                out = self._spare.pop() if self._spare else torch.empty_like(iterate)
+            self.update.apply(iterate, self.momentum, mean, eta=eta, alpha=alpha, out=out, rounded=rounded)
+            self.snapshot = Snapshot(version + 1, out, term)
         self.decided.popleft()
 
     def _take_in(self, gradient: torch.Tensor) -> None:
@@ -287,56 +315,46 @@ class ServerCore:
             self._sum.add_(gradient)
         self._num_summed += 1
 
-    def _apply(self, gradient: torch.Tensor, eta: float, alpha: float) -> None:
-        version, iterate, term = self.snapshot
-        out = self._spare.pop() if self._spare else self.allocate()
-        rounded = self.allocate_rounded() if self.allocate_rounded else None
-        self.update.apply(iterate, self.momentum, gradient, eta=eta, alpha=alpha, out=out, rounded=rounded)
-        self.snapshot = Snapshot(version + 1, out, term)
-        self.outgoing = self.snapshot if rounded is None else Snapshot(version + 1, rounded, term)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a core of the same configuration needs to continue bit for bit: tensors and plain values.
-
-        Not the terms: those are facts about the server's starts, which the state of an earlier one cannot know.
-        """
+    def state(self) -> CoreState:
+        """The iterate is shared, since a snapshot is never written again. Everything else is a copy."""
         assert not self.decided, "there are decided updates left to apply"
-        return {
-            "iterate": self.snapshot.iterate,
-            "momentum": self.momentum.clone(),
-            "sum": self._sum.clone() if self._sum is not None and self._num_summed else None,
-            "num_summed": self._num_summed,
-            "version": self.version,
-            "method": self.method.state_dict(),
-            "counters": [self.accepted, self.stale, self.invalid],
-            "workers": [
+        return CoreState(
+            iterate=self.snapshot.iterate,
+            momentum=self.momentum.clone(),
+            sum=self._sum.clone() if self._sum is not None and self._num_summed else None,
+            num_summed=self._num_summed,
+            version=self.version,
+            method=self.method.state_dict(),
+            counters=[self.accepted, self.stale, self.invalid],
+            workers=[
                 [worker_id, r.sequence, _plain(r.receipt), r.accepted, r.stale, r.invalid]
                 for worker_id, r in self.workers.items()
             ],
-            "live": sorted(self.live),
-            "next_worker_id": self._next_worker_id,
-        }
+            live=sorted(self.live),
+            next_worker_id=self._next_worker_id,
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["iterate"].shape != self.snapshot.iterate.shape:
+    def load(self, state: CoreState) -> None:
+        """Continues from a state. Raises ValueError if it is of another model."""
+        if state.iterate.shape != self.snapshot.iterate.shape:
             raise ValueError(
-                f"the state holds {state['iterate'].numel()} parameters, this model has {self.update.layout.size}"
+                f"the state holds {state.iterate.numel()} parameters, this model has {self.update.layout.size}"
             )
-        self.version = state["version"]
-        self.snapshot = Snapshot(self.version, state["iterate"].clone(), self.term)
-        self.momentum = state["momentum"].clone()
-        self._sum = None if state["sum"] is None else state["sum"].clone()
-        self._num_summed = state["num_summed"]
-        self.method.load_state_dict(state["method"])
-        self.accepted, self.stale, self.invalid = state["counters"]
+        self.version = state.version
+        self.snapshot = Snapshot(self.version, state.iterate.clone(), self.term)
+        self.momentum = state.momentum.clone()
+        self._sum = None if state.sum is None else state.sum.clone()
+        self._num_summed = state.num_summed
+        self.method.load_state_dict(state.method)
+        self.accepted, self.stale, self.invalid = state.counters
         self.workers = {}
-        for worker_id, sequence, receipt, accepted, stale, invalid in state["workers"]:
+        for worker_id, sequence, receipt, accepted, stale, invalid in state.workers:
             record = self.workers[worker_id] = WorkerRecord()
             record.sequence = sequence
             record.receipt = None if receipt is None else Receipt(Verdict(receipt[0]), *receipt[1:])
             record.accepted, record.stale, record.invalid = accepted, stale, invalid
-        self.live = set(state["live"])
-        self._next_worker_id = state["next_worker_id"]
+        self.live = set(state.live)
+        self._next_worker_id = state.next_worker_id
 
 
 def _plain(receipt: Receipt | None) -> list[Any] | None:

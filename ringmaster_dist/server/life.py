@@ -1,6 +1,6 @@
 """The phases of a run, and its clock. Everything here happens under the service's lock.
 
-    GATHERING ── begin ──► RUNNING ── end ──► ENDING ── tell ──► OVER
+    GATHERING ── begin ──► RUNNING ── end ──► ENDING ── announce_end ──► OVER
         └──────────────── end ───────────────────┘
 
 GATHERING  workers that join wait for the others; the clock stands
@@ -72,6 +72,6 @@ class Life:
         assert self.phase is Phase.ENDING
         self._stopped = self._clock()
 
-    def tell(self) -> None:
+    def announce_end(self) -> None:
         assert self.phase is Phase.ENDING
         self.phase = Phase.OVER

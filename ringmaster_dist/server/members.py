@@ -1,29 +1,67 @@
-"""Who takes part: sessions, leases, and what each worker has told of itself. Everything under the service's lock.
+"""The workers of a run, and the sessions that name them. Everything here happens under the lock of the service.
 
-A lease is kept by any call. Who loses it is counted out, and is back with its next call.
+A worker that loses its lease is counted out, and is a member again after its next call. A session is
+``worker.slot.nonce.mac``, signed with the run's token, so a restarted server recognises the sessions of its earlier
+terms. Two sessions of one worker id differ in their nonce: a restarted server may give the same id to another worker,
+and does not mistake one for the other.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringmaster_dist.protocol import Interruptions
 from ringmaster_dist.server.core import ServerCore
-from ringmaster_dist.server.sessions import Sessions, digest
+from ringmaster_dist.server.leases import Leases
+from ringmaster_dist.server.life import Life
 
 log = logging.getLogger(__name__)
 
 
+class Holder(NamedTuple):
+    worker: int
+    slot: int  # its place in the delay profile
+
+
+class Sessions:
+    """Issues sessions and recognises them. It keeps none."""
+
+    def __init__(self, token: str) -> None:
+        self._key = token.encode()
+
+    def issue(self, worker: int, slot: int) -> str:
+        text = f"{worker}.{slot}.{secrets.token_hex(8)}"
+        return f"{text}.{self._mac(text)}"
+
+    def holder(self, session: str) -> Holder | None:
+        """The worker that this server, or an earlier one of the same run, issued it to. None for a forgery."""
+        text, _, mac = session.rpartition(".") if isinstance(session, str) and session.isascii() else ("", "", "")
+        if not hmac.compare_digest(mac.encode(), self._mac(text).encode()):
+            return None
+        worker, slot, _ = text.split(".")
+        return Holder(int(worker), int(slot))
+
+    def _mac(self, text: str) -> str:
+        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+def _digest(session: str) -> str:
+    """What memory and checkpoints hold of a session. It recognises the session and cannot replace it."""
+    return hashlib.sha256(session.encode()).hexdigest()
+
+
 @dataclass
 class Member:
-    """What is known of a worker beyond the core's ledger."""
+    """What is known of a worker apart from the core's ledger."""
 
-    session: str  # its digest: nobody who reads the state of a server can act as its workers
+    session: str  # its digest, or empty if the worker has to join again
     slot: int
-    last_seen: float
     interruptions: Interruptions = Interruptions()  # noqa: RUF009  (immutable)
     used_seconds: float = 0.0
     wasted_seconds: float = 0.0
@@ -31,53 +69,51 @@ class Member:
 
 
 class Members:
-    """Tells the core and the history (``note``) who comes and goes, until it is `closed`."""
+    """Reports each arrival and departure to the core and to the history (``note``), until the run is ending."""
 
     def __init__(
-        self, core: ServerCore, token: str, note: Callable[[int, str, int, int], None], clock: Callable[[], float]
+        self, core: ServerCore, token: str, note: Callable[[int, str, int, int], None], life: Life, leases: Leases
     ) -> None:
         self.by_worker: dict[int, Member] = {}
-        self.closed = False  # the run is ending: who leaves now is not part of the history
-        self._gone: set[int] = set()  # who has left since
-        self._core, self._note, self._clock = core, note, clock
+        self._gone: set[int] = set()  # workers that left after the run began to end, which is not part of the history
+        self._core, self._note, self._life, self._leases = core, note, life, leases
         self._sessions = Sessions(token)
 
     def admit(self, slot: int) -> tuple[int, str]:
-        """A new worker and its session; a negative slot: that of its id."""
+        """Returns a new worker and its session. A negative slot stands for the worker's id."""
         worker = self._core.join()
         slot = slot if slot >= 0 else worker
         session = self._sessions.issue(worker, slot)
-        self._enter(worker, slot)
-        self.by_worker[worker] = Member(digest(session), slot, self._clock())
+        self._note(worker, "join", self._core.pushes, slot)
+        self.by_worker[worker] = Member(_digest(session), slot)
+        self._leases.renew(worker)
         log.info("worker-%d v=%d joined", worker, self._core.version)
         return worker, session
 
     def caller(self, session: str) -> int | None:
-        """Whose session it is. Renews the lease, also one that has run out: the worker is back."""
+        """Returns the worker of a session, and renews its lease. A worker whose lease had run out is a member again."""
         holder = self._sessions.holder(session)
         if holder is None:
             return None
-        worker = holder.worker
+        worker, is_ending = holder.worker, self._life.is_ending
         member = self.by_worker.get(worker)
-        if member is None:  # it joined an earlier term, after the checkpoint this one began from
-            if self.closed:
+        if member is None:  # it joined an earlier term, after the checkpoint that this term began from
+            if is_ending:
                 return None
-            member = self.by_worker[worker] = Member(digest(session), holder.slot, self._clock())
-        elif member.session != digest(session):
+            member = Member(_digest(session), holder.slot)
+        elif member.session != _digest(session):
             return None
-        member.last_seen = self._clock()
-        if worker not in self._core.live and not self.closed:
+        if worker not in self._core.live and not is_ending:
             self._core.join(worker)
-            self._enter(worker, member.slot)
+            self._note(worker, "join", self._core.pushes, member.slot)
             log.info("worker-%d v=%d is back", worker, self._core.version)
+        self.by_worker[worker] = member
+        self._leases.renew(worker)
         return worker
 
-    def _enter(self, worker: int, slot: int) -> None:
-        self._note(worker, "join", self._core.pushes, slot)
-
     def remove(self, worker: int, why: str) -> bool:
-        """Counts the worker out; whether it was in."""
-        if self.closed:
+        """Counts the worker out. Returns whether it was a member."""
+        if self._life.is_ending:
             self._gone.add(worker)
             return False
         if worker not in self._core.live:
@@ -88,21 +124,17 @@ class Members:
         return True
 
     def forget_session(self, worker: int) -> None:
-        """It has to join anew, as another worker."""
+        """The worker has to join again, and gets another id."""
         self.by_worker[worker].session = ""
 
-    def renew_all(self, now: float) -> None:
-        for member in self.by_worker.values():
-            member.last_seen = now
-
-    def overdue(self, since: float) -> list[int]:
-        """Live workers of which nothing has been heard since then."""
-        present = self._core.live - self._gone
-        return [worker for worker, member in self.by_worker.items() if worker in present and member.last_seen < since]
+    def overdue(self) -> list[int]:
+        """Members whose lease has run out."""
+        expired = self._leases.expired() & (self._core.live - self._gone)
+        return [worker for worker in self.by_worker if worker in expired]
 
     @property
     def all_left(self) -> bool:
-        return self.closed and self._core.live <= self._gone
+        return self._life.is_ending and self._core.live <= self._gone
 
     def state(self) -> list[list[Any]]:
         return [
@@ -111,10 +143,10 @@ class Members:
         ]
 
     def restore(self, rows: Iterable[list[Any]], *, ended: bool) -> None:
-        """Those of an earlier term. They will be back; where the run had ended they were told, and have gone."""
-        now = self._clock()
+        """Takes over the members of an earlier term, which will call again. If the run had ended, they have left."""
         for worker, session, slot, num, seconds, used, wasted in rows:
-            self.by_worker[worker] = Member(session, slot, now, Interruptions(num, seconds), used, wasted)
+            self.by_worker[worker] = Member(session, slot, Interruptions(num, seconds), used, wasted)
+            self._leases.renew(worker)
         for worker in sorted(self._core.live) if ended else ():
             self._note(worker, "leave", self._core.pushes, self.by_worker[worker].slot)
             self._core.leave(worker)

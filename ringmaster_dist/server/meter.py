@@ -1,26 +1,27 @@
-"""What serving costs, counted as it happens: seconds, bytes, leases. Since this start of the server.
+"""What serving costs, counted as it happens, and what metrics are made of.
 
-Every method is a few additions. Those of the pushes are called under the service's lock, `applied` by the one thread
-that computes.
+The counts begin with this start of the server. Everything here happens under the lock of the service.
 """
 
 from __future__ import annotations
 
-from ringmaster_dist.protocol import Snapshot
+from dataclasses import dataclass
+
+from ringmaster_dist.protocol import Interruptions, Snapshot
 
 
+@dataclass
 class Meter:
-    def __init__(self) -> None:
-        self.num_updates = 0
-        self.update_seconds = 0.0  # computing them
-        self.num_pushes = 0
-        self.lock_wait_seconds = 0.0  # of pushes
-        self.bytes_received = 0  # of gradients
-        self.bytes_sent = 0  # of iterates
-        self.lease_losses = 0
-        self.num_joined = 0
-        self.wanted = True  # whether the next update is to be kept
-        self.kept: tuple[Snapshot, Snapshot] | None = None  # before and after it
+    num_updates: int = 0
+    update_seconds: float = 0.0  # spent on computing them
+    num_pushes: int = 0
+    lock_wait_seconds: float = 0.0  # of pushes
+    bytes_received: int = 0  # of gradients
+    bytes_sent: int = 0  # of iterates
+    lease_losses: int = 0
+    num_joined: int = 0
+    keeps_next: bool = True  # whether the next update is kept
+    kept: tuple[Snapshot, Snapshot] | None = None  # the iterates before and after it
 
     def pushed(self, waited_seconds: float, num_bytes: int) -> None:
         self.num_pushes += 1
@@ -31,9 +32,43 @@ class Meter:
         self.bytes_sent += snapshot.iterate.nbytes
 
     def applied(self, before: Snapshot, after: Snapshot, seconds: float) -> None:
-        """An update, or a gradient taken in for one, was computed."""
+        """An update was computed, or a gradient was added to the sum for one."""
         self.update_seconds += seconds
         if after.version > before.version:
             self.num_updates += 1
-            if self.wanted:
-                self.wanted, self.kept = False, (before, after)
+            if self.keeps_next:
+                self.keeps_next, self.kept = False, (before, after)
+
+
+@dataclass(frozen=True)
+class WorkerMeasurements:
+    worker: int
+    slot: int
+    accepted: int
+    stale: int
+    invalid: int
+    interruptions: Interruptions
+    used_seconds: float
+    wasted_seconds: float  # of gradients that were rejected, and of work that was interrupted
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The figures of a service at one moment, all read under its lock."""
+
+    seconds: float
+    version: int  # decided
+    computed_version: int
+    accepted: int
+    stale: int
+    invalid: int
+    num_live: int
+    threshold: float
+    eta: float
+    alpha: float
+    meter: Meter  # a copy
+    workers: list[WorkerMeasurements]
+
+    @property
+    def pushes(self) -> int:
+        return self.accepted + self.stale + self.invalid

@@ -1,11 +1,11 @@
-"""Calls that wait for their answer: for the run to start, for an update to be computed, for work to become worthless.
+"""Calls that wait: for the run to start, for an update to be computed, for work to become worthless.
 
-Everything happens under the service's lock, except `Answers.send`: it sends messages.
+Everything here happens under the lock of the service. An answer is only noted here. The service sends it after it has
+released the lock, because sending a message takes time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,20 +13,6 @@ import torch
 from ringmaster_dist.protocol import Receipt, Reply, Snapshot, Staleness, Verdict, Welcome
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.meter import Meter
-
-
-@dataclass
-class Answers:
-    """Futures to complete once the lock is released."""
-
-    pending: list[tuple[torch.futures.Future[Any], Any]] = field(default_factory=list)
-
-    def add(self, future: torch.futures.Future[Any], value: Any) -> None:
-        self.pending.append((future, value))
-
-    def send(self) -> None:
-        for future, value in self.pending:
-            future.set_result(value)
 
 
 class _Poll(NamedTuple):
@@ -39,14 +25,26 @@ class _Poll(NamedTuple):
 
 
 class Waiting:
-    """Joins, pushes and polls that are not answered yet. A worker has one poll at most."""
+    """Joins, pushes and polls that are not answered yet, and answers that are not sent yet.
+
+    A worker has at most one poll.
+    """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
+        self._answers: list[tuple[torch.futures.Future[Any], Any]] = []
         self._joins: list[tuple[torch.futures.Future[Welcome], Welcome]] = []
         self._pushes: list[tuple[torch.futures.Future[Reply], Receipt]] = []
         self._late: list[torch.futures.Future[Reply]] = []
         self._polls: dict[int, _Poll] = {}
+
+    def answer(self, future: torch.futures.Future[Any], value: Any) -> None:
+        """Notes an answer. `take_answers` returns it to the thread that sends it."""
+        self._answers.append((future, value))
+
+    def take_answers(self) -> list[tuple[torch.futures.Future[Any], Any]]:
+        taken, self._answers = self._answers, []
+        return taken
 
     @property
     def num_joins(self) -> int:
@@ -58,61 +56,60 @@ class Waiting:
     def add_push(self, future: torch.futures.Future[Reply], receipt: Receipt) -> None:
         self._pushes.append((future, receipt))
 
-    def add_late(self, future: torch.futures.Future[Reply]) -> None:
-        """A push after the last verdict: it is only told that the run is over."""
+    def add_late_push(self, future: torch.futures.Future[Reply]) -> None:
+        """A push after the last verdict. Its answer only says that the run is over."""
         self._late.append(future)
 
     def add_poll(
-        self, worker: int, term: int, version: int, future: torch.futures.Future[Staleness], now: float,
-        answers: Answers,
-    ) -> None:  # fmt: skip
-        """A worker that asks again asks about newer work: its older question is moot."""
-        self.put_off(worker, answers)
+        self, worker: int, term: int, version: int, future: torch.futures.Future[Staleness], now: float
+    ) -> None:
+        """A worker that asks again asks about newer work, so its older question is answered."""
+        self.put_off(worker)
         self._polls[worker] = _Poll(term, version, future, now)
 
-    def answer_joins(self, answers: Answers) -> None:
+    def answer_joins(self) -> None:
         for future, welcome in self._joins:
-            answers.add(future, welcome)
+            self.answer(future, welcome)
         self._joins.clear()
 
-    def answer(self, core: ServerCore, outgoing: Snapshot, answers: Answers) -> None:
-        """Answers whoever can be, now that a version, a snapshot or the membership may be new."""
+    def answer_all(self, core: ServerCore, published: Snapshot) -> None:
+        """Answers every push and poll that can be answered with the published snapshot."""
         stale_before, still = core.stale_before, []
         for future, receipt in self._pushes:
             accepted = receipt.verdict is Verdict.ACCEPTED
-            if outgoing.version >= (receipt.continue_at if accepted else stale_before):
-                answers.add(future, Reply(receipt, outgoing))
-                self._meter.sent(outgoing)
+            if published.version >= (receipt.continue_at if accepted else stale_before):
+                self.answer(future, Reply(receipt, published))
+                self._meter.sent(published)
             else:
                 still.append((future, receipt))
         self._pushes = still
         for worker in list(self._polls):
-            self.answer_poll(worker, core, outgoing, answers)
+            self.answer_poll(worker, core, published)
 
-    def answer_poll(self, worker: int, core: ServerCore, outgoing: Snapshot, answers: Answers) -> None:
-        """Says that the work is worthless, once there is something better to begin."""
+    def answer_poll(self, worker: int, core: ServerCore, published: Snapshot) -> None:
+        """Says that the work is worthless, as soon as there is a snapshot to continue from."""
         poll = self._polls[worker]
         lost = core.shared_version(poll.term, poll.version) < poll.version
-        if lost or poll.version < core.stale_before <= outgoing.version:
-            answers.add(poll.future, Staleness.STALE)
+        if lost or poll.version < core.stale_before <= published.version:
+            self.answer(poll.future, Staleness.STALE)
             del self._polls[worker]
 
-    def put_off(self, worker: int, answers: Answers, before: float = float("inf")) -> None:
-        """Has the worker ask again, if it has been waiting since ``before``: that keeps its lease."""
+    def put_off(self, worker: int, before: float = float("inf")) -> None:
+        """Asks the worker to poll again, if it has waited since ``before``. Its next call renews its lease."""
         poll = self._polls.get(worker)
         if poll is not None and poll.since < before:
-            answers.add(poll.future, Staleness.AGAIN)
+            self.answer(poll.future, Staleness.AGAIN)
             del self._polls[worker]
 
-    def finish(self, answers: Answers) -> None:
-        """The run is over: everybody is told."""
-        self.answer_joins(answers)  # their first call will tell them
+    def finish(self) -> None:
+        """The run is over. Every call that waits is answered."""
+        self.answer_joins()  # the first call of these workers says that the run is over
         for pushed, receipt in self._pushes:
-            answers.add(pushed, Reply(receipt, None, ended=True))
+            self.answer(pushed, Reply(receipt, None, ended=True))
         for late in self._late:
-            answers.add(late, Reply(None, None, ended=True))
+            self.answer(late, Reply(None, None, ended=True))
         for poll in self._polls.values():
-            answers.add(poll.future, Staleness.ENDED)
+            self.answer(poll.future, Staleness.ENDED)
         self._pushes.clear()
         self._late.clear()
         self._polls.clear()

@@ -9,7 +9,7 @@ import torch
 from ringmaster_dist.config.build import build_layout, build_problem
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
-from ringmaster_dist.wire import Ends
+from ringmaster_dist.wire import Codec
 
 
 class Computed(NamedTuple):
@@ -22,15 +22,15 @@ class Computed(NamedTuple):
     sequence: int
 
 
-def why_different(config: Config, wire: Ends, computed: Computed) -> str:
+def why_different(config: Config, wire: Codec, computed: Computed) -> str:
     """For the end of a sentence; empty if both repeat."""
     torch.set_num_threads(config.cluster.threads)  # as the workers
     return _gradient_twice(config, wire, computed) + _factory_twice(config, computed.problem)
 
 
-def _gradient_twice(config: Config, wire: Ends, computed: Computed) -> str:
+def _gradient_twice(config: Config, wire: Codec, computed: Computed) -> str:
     problem, _, version, worker, sequence = computed
-    iterate = wire.unpack_iterate(wire.pack_iterate(computed.iterate))
+    iterate = wire.decode_iterate(wire.encode_iterate(computed.iterate))
     first, first_loss = problem.gradient(iterate, config.run.seed, worker, sequence)
     first = first.detach().clone()
     second, second_loss = problem.gradient(iterate, config.run.seed, worker, sequence)

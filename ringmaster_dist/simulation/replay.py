@@ -18,7 +18,7 @@ from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.server import weights
 from ringmaster_dist.simulation.doubt import Computed, why_different
-from ringmaster_dist.wire import Ends
+from ringmaster_dist.wire import Codec
 
 
 class Outcome(NamedTuple):
@@ -36,7 +36,7 @@ def replay(directory: Path) -> Outcome:
     config = from_yaml((directory / "config.yaml").read_text())
     problem = build_problem(config)
     core = build_core(config, problem, directory)
-    wire = Ends(build_wire(config), core.update.layout.size, problem.dtype)
+    wire = Codec(build_wire(config), core.update.layout.size, problem.dtype)
     arrivals, members = _records(directory / "trace.jsonl"), _records(directory / "members.jsonl")
     terms = _records(directory / "terms.jsonl")
     last_use = {record["gradient_version"]: index for index, record in enumerate(arrivals)}
@@ -54,7 +54,7 @@ def replay(directory: Path) -> Outcome:
             slots[members[next_member]["worker"]] = members[next_member]["slot"]
             iterates.setdefault(core.version, core.snapshot.iterate)
             next_member += 1
-        core.begins = [term["version"] for term in terms[: 1 + _serving_term(terms, index)]]
+        core.enter_term([term["version"] for term in terms[: 1 + _serving_term(terms, index)]])
         worker, sequence, version = record["worker"], record["sequence"], record["gradient_version"]
         named = record.get("lost_version", version)
         if record["verdict"] == "invalid":
@@ -66,13 +66,13 @@ def replay(directory: Path) -> Outcome:
             what = "is not made yet" if version > core.version else "was used for the last time before"
             return Outcome(False, before, index, f"arrival {index} was computed at version {version}, which {what}")
         if record["verdict"] == "accepted" or version in iterates:
-            iterate = wire.unpack_iterate(wire.pack_iterate(iterates[version]))
+            iterate = wire.decode_iterate(wire.encode_iterate(iterates[version]))
             rows = rows_of(config, slots.get(worker, 0))
             if rows not in problems:
                 problems[rows] = build_problem(config, rows=rows)
                 problems[rows].bind(core.update.layout)
             gradient, loss = problems[rows].gradient(iterate, config.run.seed, worker, sequence)
-            gradient = wire.pack_gradient(gradient)
+            gradient = wire.encode_gradient(gradient)
             computed = Computed(problems[rows], iterates[version], version, worker, sequence)
             last = computed if record["verdict"] == "accepted" else last
         torch.set_num_threads(config.server.compute_threads)

@@ -10,7 +10,7 @@ from ringmaster_dist.config.build import build_fingerprint, build_layout, build_
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
-from ringmaster_dist.wire import Ends
+from ringmaster_dist.wire import Codec
 from ringmaster_dist.worker.loop import Job
 
 
@@ -38,7 +38,7 @@ def make_job(config_text: str, slot: int, target: str = "") -> Job:
         base_seconds=pace,
         jitter=cluster.jitter,
         interrupt=config.method.interrupt,
-        wire=Ends(build_wire(config), layout.size, problem.dtype),
+        wire=Codec(build_wire(config), layout.size, problem.dtype),
     )
 
 

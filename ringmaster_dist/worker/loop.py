@@ -34,7 +34,7 @@ from ringmaster_dist.protocol import (
     Staleness,
     Welcome,
 )
-from ringmaster_dist.wire import Ends
+from ringmaster_dist.wire import Codec
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Job:
     base_seconds: float | None  # per gradient, when pacing
     jitter: float
     interrupt: bool
-    wire: Ends
+    wire: Codec
 
 
 class Worker:
@@ -155,7 +155,7 @@ class Worker:
                 reply = self._fetch(session, snapshot)
             else:
                 gradient, loss = computed
-                packed = job.wire.pack_gradient(gradient)
+                packed = job.wire.encode_gradient(gradient)
                 push = Push(sequence, snapshot.version, packed, float(loss), seconds, snapshot.term)
                 reply = self._push(session, push)
             sequence += 1
@@ -181,7 +181,7 @@ class Worker:
     ) -> tuple[torch.Tensor, float] | None:
         """None: it was interrupted."""
         try:
-            iterate = job.wire.unpack_iterate(snapshot.iterate)
+            iterate = job.wire.decode_iterate(snapshot.iterate)
             return job.problem.gradient(iterate, job.seed, worker, sequence, stop.is_set)
         except Interrupted:
             return None

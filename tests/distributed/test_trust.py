@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from safetensors import safe_open
 
-from ringmaster_dist.server.sessions import Sessions
+from ringmaster_dist.server.members import Sessions
 from ringmaster_dist.transport import identity
 from tests.distributed.processes import LONG, Run, check_finished, descendants, hang_up, until
 

@@ -1,31 +1,40 @@
 """Checkpoints on a real disk: whole or not at all, the newest good one, only the last few."""
 
+import dataclasses
 import os
 
 import pytest
 import torch
 
-from ringmaster_dist.server.checkpoints import Checkpoints, Unusable, read
+from ringmaster_dist.server.checkpoints import Checkpoints, CheckpointState, Unusable, read
+from ringmaster_dist.server.core import CoreState
 
 
-def state(version):
-    return {
-        "iterate": torch.full((1000,), float(version)),
-        "sum": None,
-        "version": version,
-        "workers": [[0, 3, ["stale", 1, 2, 2, ""], 1, 2, 3]],
-        "files": {"trace.jsonl": 10},
-    }
+def state(version, ended=False):
+    core = CoreState(
+        iterate=torch.full((1000,), float(version)),
+        momentum=torch.zeros(1000),
+        sum=None,
+        num_summed=0,
+        version=version,
+        method={},
+        counters=[version, 0, 0],
+        workers=[[0, 3, ["stale", 1, 2, 2, ""], 1, 2, 3]],
+        live=[0],
+        next_worker_id=1,
+    )
+    return CheckpointState(core, 12.5, ended, [[0, "digest", 0, 0, 0.0, 1.5, 0.5]], {"trace.jsonl": 10})
 
 
 def save(store, version, term=0):
-    return store.save(state(version), term=term, pushes=version, version=version)
+    return store.save(state(version), term)
 
 
 def test_what_is_read_is_what_was_saved(tmp_path):
     path = save(Checkpoints(tmp_path / "new" / "folder"), 7)
-    again, before = read(path), state(7)
-    assert torch.equal(again.pop("iterate"), before.pop("iterate"))
+    again, before = dataclasses.asdict(read(path)), dataclasses.asdict(state(7))
+    for name in ("iterate", "momentum"):
+        assert torch.equal(again["core"].pop(name), before["core"].pop(name))
     assert again == before
 
 
@@ -36,15 +45,15 @@ def test_only_the_last_few_are_kept_and_the_newest_is_found(tmp_path):
         save(store, version)
     save(store, 20, term=1)  # a later term that began from an earlier version
     assert len(list(tmp_path.iterdir())) == 2
-    assert store.newest()[1]["version"] == 20
+    assert store.newest()[1].core.version == 20
 
 
 def test_one_of_the_same_moment_replaces_the_other(tmp_path):
     store = Checkpoints(tmp_path)
     save(store, 5)
-    store.save({**state(5), "ended": True}, term=0, pushes=5, version=5)
+    store.save(state(5, ended=True), 0)
     assert [path.name for path in tmp_path.iterdir()] == [store.newest()[0].name]
-    assert store.newest()[1]["ended"]
+    assert store.newest()[1].ended
 
 
 @pytest.mark.parametrize("damage", ["torn", "altered", "empty"])
@@ -56,7 +65,7 @@ def test_a_damaged_one_is_passed_over_with_a_warning(damage, tmp_path, caplog):
     newest.write_bytes(
         {"torn": whole[: len(whole) // 2], "altered": whole[:-1] + bytes([whole[-1] ^ 1]), "empty": b""}[damage]
     )
-    assert store.newest()[1]["version"] == 5
+    assert store.newest()[1].core.version == 5
     assert newest.name in caplog.text
     assert "passed over" in caplog.text
     assert not newest.exists()  # it must not be found again when versions beyond 5 have been made anew
@@ -78,8 +87,8 @@ def test_one_that_does_not_fit_is_passed_over(tmp_path, caplog):
     store = Checkpoints(tmp_path)
     for version in (5, 10):
         save(store, version)
-    found = store.newest(lambda state: "it is of another model" if state["version"] == 10 else "")
-    assert found[1]["version"] == 5
+    found = store.newest(lambda state: "it is of another model" if state.core.version == 10 else "")
+    assert found[1].core.version == 5
     assert "another model" in caplog.text
 
 

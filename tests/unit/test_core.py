@@ -1,6 +1,7 @@
 """The server core: verdicts, idempotence, refusals, rounds, and continuing bit for bit."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -40,10 +41,10 @@ def gradient(seed=0):
 
 def fingerprint(core):
     """Everything that an update or a verdict could change, except counters and ledger."""
-    state = core.state_dict()
-    tensors = [state["iterate"], state["momentum"], state["sum"]]
-    rest = state["method"], state["num_summed"]
-    return [None if t is None else t.tolist() for t in tensors], state["version"], rest, state["live"]
+    state = core.state()
+    tensors = [state.iterate, state.momentum, state.sum]
+    rest = state.method, state.num_summed
+    return [None if t is None else t.tolist() for t in tensors], state.version, rest, state.live
 
 
 def test_accepts_below_and_refuses_at_the_threshold():
@@ -208,10 +209,10 @@ def test_worker_ids_are_not_given_twice():
 def test_wrong_initial_iterate_is_refused():
     with pytest.raises(ValueError, match="layout needs"):
         ServerCore(torch.zeros(LAYOUT.size, dtype=torch.float64), MAKERS["ringmaster"](), Update(LAYOUT))
-    other = ServerCore(torch.zeros(LAYOUT.size), MAKERS["ringmaster"](), Update(LAYOUT)).state_dict()
-    other["iterate"] = torch.zeros(3)
+    other = ServerCore(torch.zeros(LAYOUT.size), MAKERS["ringmaster"](), Update(LAYOUT)).state()
+    other = dataclasses.replace(other, iterate=torch.zeros(3))
     with pytest.raises(ValueError, match="holds 3 parameters"):
-        make().load_state_dict(other)
+        make().load(other)
 
 
 actions = st.lists(
@@ -248,10 +249,10 @@ def test_random_histories(name, history):
             core.join(worker)
             continue
         if action == "reload":
-            state = copy.deepcopy(core.state_dict())
+            state = copy.deepcopy(core.state())
             fresh = make(name, workers=0)
             fresh.update = core.update
-            fresh.load_state_dict(state)
+            fresh.load(state)
             assert fingerprint(fresh) == fingerprint(core)
             core = fresh
             continue
@@ -306,12 +307,12 @@ def test_continues_bit_for_bit(name):
     pushes(half, range(5))
     half.push(0, 5, half.version, gradient(50))
     resumed = make(name, workers=0)
-    resumed.load_state_dict(copy.deepcopy(half.state_dict()))
+    resumed.load(copy.deepcopy(half.state()))
     half.push(1, 5, half.version, gradient(99))  # the old one going on must not matter
     for core in (whole, resumed):
         core.push(1, 5, core.version, gradient(51))
         pushes(core, range(6, 12))
     assert torch.equal(whole.snapshot.iterate, resumed.snapshot.iterate)
     assert torch.equal(whole.momentum, resumed.momentum)
-    assert whole.state_dict()["workers"] == resumed.state_dict()["workers"]
+    assert whole.state().workers == resumed.state().workers
     assert (whole.version, whole.pushes) == (resumed.version, resumed.pushes)

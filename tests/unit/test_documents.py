@@ -125,7 +125,7 @@ def test_the_method_waits_for_its_quorum():
     assert (again.verdict, again.reason) == (Verdict.INVALID, "this worker has contributed already")
 
     resumed = ServerCore(torch.zeros(layout.size), names["Quorum"](core.method.schedule, 2), Update(layout))
-    resumed.load_state_dict(copy.deepcopy(core.state_dict()))
+    resumed.load(copy.deepcopy(core.state()))
     for each in (core, resumed):
         assert each.version == 1
         each.leave(0)

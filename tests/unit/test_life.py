@@ -16,7 +16,7 @@ def test_the_phases_in_order_and_the_seconds_in_each():
     clock = Clock()
     life = Life(clock)
     seen = [(life.phase, life.seconds)]
-    for step in (life.begin, life.end, life.stop_clock, life.tell):
+    for step in (life.begin, life.end, life.stop_clock, life.announce_end):
         clock.now += 1.0
         step()
         clock.now += 1.0
@@ -34,7 +34,7 @@ def test_a_phase_never_returns():
     assert life.phase is Phase.ENDING
     assert not life.has_begun
     life.end()
-    life.tell()
+    life.announce_end()
     life.end()
     assert life.is_over
     assert life.seconds == 0.0
@@ -50,8 +50,8 @@ def test_a_later_term_continues_the_clock_unless_the_run_had_ended(ended):
     assert life.has_begun is not ended
 
 
-def test_nobody_is_told_before_the_end():
+def test_the_end_is_not_announced_before_it():
     life = Life(Clock())
     life.begin()
     with pytest.raises(AssertionError):
-        life.tell()
+        life.announce_end()

@@ -8,8 +8,11 @@ from ringmaster_dist.algorithm.methods import Method, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinRequest, Push, Staleness, Verdict
+from ringmaster_dist.server.admission import Admission
 from ringmaster_dist.server.core import ServerCore
-from ringmaster_dist.server.service import Service, Settings
+from ringmaster_dist.server.leases import Leases
+from ringmaster_dist.server.publisher import Publisher
+from ringmaster_dist.server.service import NoCheckpoints, Service, Settings
 from ringmaster_dist.wire import Wire
 
 LAYOUT = Layout([Parameter("w", (2, 3))], GEOMETRY_MAPS["muon"])
@@ -40,17 +43,18 @@ class Notes:
 class Stage:
     """A service with a clock of its own and no threads: `wait` and `compute` do what they would do."""
 
-    def __init__(self, method=None, state=None, **settings):
+    def __init__(self, method=None, state=None, checkpointing=None, restarted=False, **settings):
         self.time, self.notes = 100.0, Notes()
         wire = settings.get("wire", Wire())
         method = method or Method(Constant(0.1, 0.5, 2))
         core = ServerCore(torch.zeros(6), method, Update(LAYOUT), wire.gradient_dtype)
         if state is not None:
-            core.load_state_dict(state)
-            core.begin_term()
+            core.load(state.core)
+        if state is not None or restarted:
+            core.enter_term([0, core.version])
         defaults = {"max_updates": 1000, "max_seconds": 1000.0, "lease_seconds": 10.0}
         given = Settings(config_text="x: 1", fingerprint="f", token="secret", **(defaults | settings))
-        self.service = Service(core, given, self.notes, state=state, clock=lambda: self.time)
+        self.service = Service(core, given, self.notes, checkpointing, state=state, clock=lambda: self.time)
 
     def join(self, token="secret", protocol=PROTOCOL_VERSION):
         return self.service.join(JoinRequest(protocol, token, -1))
@@ -206,13 +210,13 @@ def test_the_end_is_told_when_it_is_saved_and_not_before():
     """A server that is lost while it saves the end comes back, and needs the workers it had."""
     heard = []
 
-    def save_last(state):
-        assert state["version"] == 1
-        late = stage.push(sessions[1], 0, 0, compute=False)
-        heard.append([pushed.done(), poll.done(), late.done(), stage.join().done()])
+    class Saving(NoCheckpoints):
+        def write_last(self, state):
+            assert state.core.version == 1
+            late = stage.push(sessions[1], 0, 0, compute=False)
+            heard.append([pushed.done(), poll.done(), late.done(), stage.join().done()])
 
-    stage = Stage(max_updates=1)
-    stage.service._save_last = save_last
+    stage = Stage(max_updates=1, checkpointing=Saving())
     sessions = [stage.session() for _ in range(2)]
     poll = stage.service.await_stale(sessions[1], 0, 0)
     pushed = stage.push(sessions[0], 0, 0, compute=False)
@@ -326,7 +330,7 @@ def test_a_restarted_server_knows_its_workers():
     first = stage.push(session, 0, 0).wait()
     stage.time += 7
     state = stage.service.capture()
-    assert state["files"] == {"trace.jsonl": 1}
+    assert state.files == {"trace.jsonl": 1}
     again = Stage(state=state)
     assert again.service.seconds == 7.0
     assert again.push(session, 0, 0).wait().receipt == first.receipt  # answered before: not counted twice
@@ -384,8 +388,7 @@ def test_a_server_lost_before_its_first_checkpoint_has_a_clock_again():
     """Its workers come back with their sessions and nobody joins: they say that the run has begun."""
     before = Stage()
     sessions = [before.session() for _ in range(2)]
-    again = Stage(max_seconds=50.0)
-    again.service.core.begin_term()
+    again = Stage(max_seconds=50.0, restarted=True)
     assert again.push(sessions[0], 0, 0).wait().receipt.verdict is Verdict.ACCEPTED
     again.service.await_stale(sessions[1], 0, 0)
     again.wait(20)
@@ -458,3 +461,71 @@ def test_a_thread_that_fails_is_the_end_and_not_a_silence():
     stage.push(session, 0, 0, compute=False)
     assert stage.service.ended.wait(30)
     assert isinstance(stage.service.failure, TypeError)
+
+
+def test_a_lease_runs_out_in_silence_and_any_call_renews_it():
+    time = 0.0
+    leases = Leases(10.0, lambda: time)
+    leases.renew(0)
+    leases.renew(1)
+    time = 8.0
+    leases.renew(1)
+    time = 10.0
+    assert leases.expired() == set()
+    time = 10.5
+    assert leases.expired() == {0}
+    leases.renew_all()
+    assert leases.expired() == set()
+    assert leases.answer_polls_since_before == pytest.approx(10.5 - 10.0 / 3)
+
+
+def test_the_run_starts_with_the_expected_workers_or_when_the_time_is_up():
+    time = 0.0
+    admission = Admission("secret", expected_workers=3, start_seconds=5.0, clock=lambda: time)
+    assert not admission.is_start_due(0)
+    admission.note_join()
+    time = 4.0
+    admission.note_join()  # the first counts
+    assert not admission.is_start_due(2)
+    assert admission.is_start_due(3)
+    time = 5.0
+    assert admission.is_start_due(2)
+    assert not admission.is_start_due(0)
+    assert admission.refusal(JoinRequest(PROTOCOL_VERSION, "secret", 5)) == ""
+    assert "slot" in admission.refusal(JoinRequest(PROTOCOL_VERSION, "secret", -2))
+
+
+@pytest.mark.parametrize("iterate_dtype", [None, torch.bfloat16])
+def test_what_is_computed_reaches_workers_when_it_is_published(iterate_dtype):
+    core = ServerCore(torch.ones(6), Method(Constant(0.1, 0.5, 2)), Update(LAYOUT))
+    publisher = Publisher(core, Wire(None, iterate_dtype))
+    core.join()
+    seen = [publisher.snapshot]
+    for sequence in range(3):
+        core.judge(0, sequence, core.version, torch.randn(6))
+        publisher.compute_next()
+        assert publisher.snapshot is seen[-1]
+        publisher.publish()
+        seen.append(publisher.snapshot)
+        assert torch.equal(publisher.snapshot.iterate, core.snapshot.iterate.to(iterate_dtype or torch.float32))
+    assert [snapshot.version for snapshot in seen] == [0, 1, 2, 3]
+    assert len({snapshot.iterate.data_ptr() for snapshot in seen}) == 4  # none is written while a worker may read it
+
+
+def test_figures_are_read_at_one_moment():
+    stage = Stage()
+    session = stage.session()
+    stage.push(session, 0, 0)
+    stage.push(session, 1, -1)
+    stage.service.fetch(session, 0, 0, Interruptions(2, 1.5))
+    figures = stage.service.measure()
+    assert (figures.version, figures.computed_version, figures.pushes, figures.num_live) == (1, 1, 2, 1)
+    (worker,) = figures.workers
+    assert (worker.accepted, worker.invalid, worker.interruptions.num) == (1, 1, 2)
+    assert worker.used_seconds == pytest.approx(0.1)
+    assert worker.wasted_seconds == pytest.approx(1.6)
+    before, after = figures.meter.kept
+    assert (before.version, after.version) == (0, 1)
+    stage.service.keep_next_update()
+    assert stage.service.measure().meter.kept is None
+    assert figures.meter.kept is not None  # it is a copy
