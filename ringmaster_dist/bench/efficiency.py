@@ -7,7 +7,6 @@ begun anew, and what share of the compute is wasted with and without it.
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -18,7 +17,10 @@ from typing import Any
 
 from ringmaster_dist.bench import show
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.observe.records import Arrival, Summary, WorkerSummary
+from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.profiles import base_seconds
+from ringmaster_dist.protocol import Verdict
 
 _UNIT_SECONDS, _JITTER = 0.05, 0.05
 _DELIVERED = ["delivered", "of sum 1/tau", "gradients/s", "sum 1/tau", "seconds"]
@@ -39,21 +41,21 @@ def delivered(workers: int, seconds: float) -> dict[str, Any]:
     rate = sum(1.0 / (mean * base_seconds("linear", workers, _UNIT_SECONDS)))
     return {
         "delivered": f"{workers} workers",
-        "of sum 1/tau": round(summary["gradients_per_second"] / rate, 3),
-        "gradients/s": round(summary["gradients_per_second"], 1),
+        "of sum 1/tau": round(summary.gradients_per_second / rate, 3),
+        "gradients/s": round(summary.gradients_per_second, 1),
         "sum 1/tau": round(rate, 1),
-        "seconds": round(summary["seconds"], 1),
+        "seconds": round(summary.seconds, 1),
     }
 
 
 def interrupted(interrupt: bool, seconds: float) -> dict[str, Any]:
     summary, trace = _train(8, seconds, "method=ringmaster", "method.threshold=2", f"method.interrupt={interrupt}")
-    late = sorted(_lateness(trace, summary["per_worker"], threshold=2))
+    late = sorted(_lateness(trace, summary.per_worker, threshold=2))
     within = [seconds for seconds, limit in late if seconds <= limit]
-    row: dict[str, Any] = {_INTERRUPTED[0]: "on" if interrupt else "off", "wasted": f"{summary['wasted_fraction']:.0%}"}
+    row: dict[str, Any] = {_INTERRUPTED[0]: "on" if interrupt else "off", "wasted": f"{summary.wasted_fraction:.0%}"}
     if interrupt and late:
         row |= {
-            "restarts": summary["interrupted"],
+            "restarts": summary.interrupted,
             "late p50 ms": round(1e3 * late[len(late) // 2][0], 1),
             "late p95 ms": round(1e3 * late[int(0.95 * len(late))][0], 1),
             "beyond limit": f"{len(late) - len(within)} of {len(late)}",
@@ -61,27 +63,25 @@ def interrupted(interrupt: bool, seconds: float) -> dict[str, Any]:
     return row
 
 
-def _lateness(
-    trace: list[dict[str, Any]], per_worker: dict[str, dict[str, Any]], threshold: int
-) -> list[tuple[float, float]]:
+def _lateness(trace: list[Arrival], per_worker: dict[str, WorkerSummary], threshold: int) -> list[tuple[float, float]]:
     """For gradients whose predecessor was interrupted: how late they were begun, and the limit of 20 ms + 5 % of tau.
 
     A worker is told when its version falls out of the threshold, which is when a newer version is made; the one it
     begins anew with is the newest then. So it was late by its beginning less the making of that version.
     """
-    made = {record["version"] + 1: record["time"] for record in trace if record["verdict"] == "accepted"}
+    made = {arrival.version + 1: arrival.time for arrival in trace if arrival.verdict is Verdict.ACCEPTED}
     late = []
     for worker, facts in per_worker.items():
-        mine = [record for record in trace if str(record["worker"]) == worker]
-        for before, record in pairwise(mine):
-            was_interrupted = record["sequence"] > before["sequence"] + 1
-            if was_interrupted and record["gradient_version"] in made:
-                began = record["time"] - record["compute_seconds"]
-                late.append((began - made[record["gradient_version"]], 0.020 + 0.05 * facts["base_seconds"]))
+        mine = [arrival for arrival in trace if str(arrival.worker) == worker]
+        for before, arrival in pairwise(mine):
+            was_interrupted = arrival.sequence > before.sequence + 1
+            if was_interrupted and arrival.gradient_version in made:
+                began = arrival.time - arrival.compute_seconds
+                late.append((began - made[arrival.gradient_version], 0.020 + 0.05 * facts.base_seconds))
     return late
 
 
-def _train(workers: int, seconds: float, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _train(workers: int, seconds: float, *overrides: str) -> tuple[Summary, list[Arrival]]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "ringmaster_dist", "train", f"run.dir={folder}/run", f"cluster.workers={workers}",
@@ -91,6 +91,5 @@ def _train(workers: int, seconds: float, *overrides: str) -> tuple[dict[str, Any
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"the run that was to be measured failed: {done.stderr.strip()}")
-        summary = json.loads(Path(folder, "run", "summary.json").read_text())
-        trace = [json.loads(line) for line in Path(folder, "run", "trace.jsonl").read_text().splitlines()]
-    return summary, trace
+        run = RunFiles(Path(folder, "run"))
+        return run.outcome(), run.arrivals()

@@ -27,6 +27,7 @@ from ringmaster_dist.bench import show
 from ringmaster_dist.bench.update import paper_parameters
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.observe.metrics import Metrics
+from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push, Receipt, Snapshot, Verdict
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
@@ -89,7 +90,9 @@ def measure(name: str, layout: Layout, rate: float | None) -> dict[str, Any]:
         service.meter.applied(core.snapshot, Snapshot(number, gradient), time.perf_counter() - time.perf_counter())
 
     def row() -> None:
-        json.dumps(metrics.row(service, {}, dict.fromkeys(("pipes", "received", "sent", "refused"), 0)))
+        json.dumps(
+            metrics.row(service.measure(), {}, dict.fromkeys(("pipes", "received", "sent", "refused"), 0)).to_json()
+        )
 
     notes()
     norms = _seconds(row, 1)  # the first has them; later ones only when they have become cheap enough
@@ -123,4 +126,4 @@ def _real_rate(seconds: float) -> float:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"the run that was to be measured failed: {done.stderr.strip()}")
-        return float(json.loads(Path(folder, "run", "summary.json").read_text())["gradients_per_second"])
+        return RunFiles(Path(folder, "run")).outcome().gradients_per_second

@@ -10,6 +10,7 @@ import torch
 from ringmaster_dist.bench import best_and_worst, show
 from ringmaster_dist.config.compose import load
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.records import Summary
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.simulation.session import simulate
 
@@ -52,24 +53,24 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 
 def _row(overrides: list[str], repeats: int) -> dict[str, Any]:
     config = load(overrides)
-    results: list[dict[str, Any]] = []
+    results: list[Summary] = []
     best, worst = best_and_worst(lambda: results.append(_play(config)), repeats)
     summary = results[-1]
-    started = summary["pushes"] + summary["interrupted"] + summary["num_workers"]
-    authors = AUTHORS_SECONDS[summary["profile"]]
-    comparable = summary["method"] == "ringmaster" and summary["seconds"] == 2000.0
+    started = summary.pushes + summary.interrupted + summary.num_workers
+    authors = AUTHORS_SECONDS[summary.profile]
+    comparable = summary.method == "ringmaster" and summary.seconds == 2000.0
     return {
-        "run": f"{summary['method']} {summary['profile']}" + (" (core)" if summary["engine"] == "core" else ""),
+        "run": f"{summary.method} {summary.profile}" + (" (core)" if summary.engine == "core" else ""),
         "seconds": round(best, 3),
         "worst": round(worst, 3),
-        "updates": summary["updates"],
-        "us/update": round(best / summary["updates"] * 1e6, 1),
+        "updates": summary.updates,
+        "us/update": round(best / summary.updates * 1e6, 1),
         "started": started,
         "ns/start": round(best / started * 1e9),
         "authors/ours": f"{authors / best:.0f}x" if comparable else "",
     }
 
 
-def _play(config: Config) -> dict[str, Any]:
+def _play(config: Config) -> Summary:
     with tempfile.TemporaryDirectory() as folder:
         return simulate(config, RunDirectory(folder, name="bench"))

@@ -22,7 +22,8 @@ from typing import Any
 
 from ringmaster_dist.bench import show
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.observe.live import Tail
+from ringmaster_dist.observe.records import MetricsRow
+from ringmaster_dist.observe.run_files import METRICS, Tail
 
 _WORKERS = 8
 _COMMON = ["problem=nanochat", "model=nanochat_tiny", "data=stdlib", "problem.validation_rows=16", "eval.every=1",
@@ -93,18 +94,22 @@ def _ours(name: str, overrides: list[str], eta: float, target: float, limit: flo
                    f"run.dir={directory}",
                    "budget.updates=null", f"budget.seconds={limit}", f"run.samples={1 + int(2 * limit)}"]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        tail, row, seconds = Tail(directory / "metrics.jsonl"), {"loss": math.inf, "version": 0}, math.inf
+        tail = Tail(directory / METRICS, MetricsRow.from_json)
+        loss, updates, seconds = math.inf, 0, math.inf
         while process.poll() is None and math.isinf(seconds):
-            for row in (r for r in tail.new() if "loss" in r):
-                if row["loss"] <= target:
-                    seconds = row["time"]
+            for row in tail.new():
+                if (found := row.evaluation.get("loss")) is None:
+                    continue
+                loss, updates = found, row.version
+                if loss <= target:
+                    seconds = row.time
                     process.send_signal(signal.SIGINT)
                     break
             time.sleep(0.05)
         _, errors = process.communicate()
     if process.returncode:
         raise UserError(f"the run that was to be measured failed: {errors.strip()}")
-    return {"time to loss": name, "seconds": seconds, "eta": eta, "updates": row["version"], "loss": row["loss"]}
+    return {"time to loss": name, "seconds": seconds, "eta": eta, "updates": updates, "loss": loss}
 
 
 def _ddp(eta: float, target: float, limit: float) -> dict[str, Any]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 from ringmaster_dist.chaos.saboteur import DISCONNECT, NAN
 from ringmaster_dist.chaos.schedule import Fault
+from ringmaster_dist.observe.run_files import RunFiles
 
 
 class Restart(NamedTuple):
@@ -28,6 +28,7 @@ class Restart(NamedTuple):
 class Injector:
     def __init__(self, directory: Path, faults: Sequence[Fault], seconds: float, end: Callable[[], None]) -> None:
         self._directory, self._faults, self._seconds, self._end = directory, list(faults), seconds, end
+        self._files = RunFiles(directory)
         self.injected: Counter[str] = Counter()
         self.restarts: list[Restart] = []
         self.seconds = 0.0  # from the first update to the end
@@ -39,7 +40,7 @@ class Injector:
         """With the process ids of who is alive; None for who is not."""
         now = time.monotonic()
         if self._began is None:
-            if last_version(self._directory) < 1:
+            if self._files.last_version() < 1:
                 return
             self._began = now
         for until, pid in [entry for entry in self._stopped if entry[0] <= now]:
@@ -66,10 +67,10 @@ class Injector:
 
     def _strike(self, fault: Fault, victim: int, now: float) -> bool:
         if fault.kind == "restart":
-            checkpoint, terms = newest_checkpoint(self._directory), num_terms(self._directory)
+            checkpoint, terms = newest_checkpoint(self._directory), len(self._files.terms())
             if checkpoint < 0 or terms <= len(self.restarts):  # nothing to come back from, or not back yet
                 return False
-            restart = Restart(last_version(self._directory), checkpoint)
+            restart = Restart(self._files.last_version(), checkpoint)
             struck = _signal(victim, signal.SIGKILL)
             self.restarts += [restart] if struck else []
             return struck
@@ -77,24 +78,6 @@ class Injector:
             self._stopped.append((now + fault.lasting_seconds, victim))
         number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "nan": NAN, "disconnect": DISCONNECT}[fault.kind]
         return _signal(victim, number)
-
-
-def last_version(directory: Path) -> int:
-    """The server's version after the newest whole line of the trace."""
-    try:
-        with (directory / "trace.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-            lines = file.read().splitlines(keepends=True)
-    except OSError:
-        return 0
-    whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
-    return int(json.loads(whole[-1])["version"]) if whole else 0
-
-
-def num_terms(directory: Path) -> int:
-    """How often a server has begun to serve."""
-    path = directory / "terms.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
 
 
 def newest_checkpoint(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""What became of a disturbed run: counted from its files, beside the undisturbed one."""
+"""The account of a disturbed run versus the undisturbed one, counted from the files of both."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from typing import Any
 
 from ringmaster_dist.chaos.injector import Injector
 from ringmaster_dist.chaos.schedule import KINDS, WORKER_KINDS
+from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.simulation.replay import replay
 
 
 def account(directory: Path, undisturbed: Injector, disturbed: Injector, given: dict[str, float]) -> dict[str, Any]:
     """Rates are accepted gradients per second of wall clock, from the first update to the end, repairs included."""
-    before, after = (_summary(directory / name) for name in ("undisturbed", "disturbed"))
-    rates = [s["accepted"] / injector.seconds for s, injector in ((before, undisturbed), (after, disturbed))]
-    begins = [term["version"] for term in _records(directory / "disturbed" / "terms.jsonl")][1:]
+    run = RunFiles(directory / "disturbed")
+    before, after = RunFiles(directory / "undisturbed").outcome(), run.outcome()
+    rates = [s.accepted / injector.seconds for s, injector in ((before, undisturbed), (after, disturbed))]
+    begins = [term.version for term in run.terms()][1:]
     lost = sum(max(0, restart.checkpoint - begin) for restart, begin in zip(disturbed.restarts, begins, strict=False))
     redone = sum(max(0, restart.version - begin) for restart, begin in zip(disturbed.restarts, begins, strict=False))
     # A server that was not killed by the schedule and began again all the same has died by itself.
     unplanned = len(begins) - len(disturbed.restarts)
-    told = Counter(record["kind"] for record in _records(directory / "disturbed" / "faults.jsonl"))
-    outcome = replay(directory / "disturbed")
-    counted = after["accepted"] + after["stale"] + after["invalid"]
+    told = Counter(record["kind"] for record in run.rows("faults.jsonl"))
+    outcome = replay(run.path)
+    counted = after.accepted + after.stale + after.invalid
     return {
         "date": str(date.today()),
         "machine": f"{platform.processor() or platform.machine()}, {platform.system()} {platform.release()}",
@@ -34,11 +36,11 @@ def account(directory: Path, undisturbed: Injector, disturbed: Injector, given: 
         "faults": {kind: disturbed.injected[kind] for kind in KINDS},
         "worker_faults": sum(disturbed.injected[kind] for kind in WORKER_KINDS),
         "told_by_workers": {kind: told[kind] for kind in ("disconnect", "nan")},
-        "updates": after["updates"],
-        "pushes": after["pushes"],
-        "counters_add_up": after["pushes"] == counted,
-        "invalid": after["invalid"],
-        "workers_joined": after["num_workers"],
+        "updates": after.updates,
+        "pushes": after.pushes,
+        "counters_add_up": after.pushes == counted,
+        "invalid": after.invalid,
+        "workers_joined": after.num_workers,
         "undisturbed_per_second": round(rates[0], 3),
         "disturbed_per_second": round(rates[1], 3),
         "goodput": round(rates[1] / rates[0], 4),
@@ -72,12 +74,3 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     print("ringmaster chaos")
     for name, text in lines.items():
         print(f"  {name:<16} {text}")
-
-
-def _summary(directory: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
-    return summary
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

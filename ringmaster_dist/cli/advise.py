@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ringmaster_dist.cli.sources import sort_words, times_of, wholes
+from ringmaster_dist.cli.options import sort_words, wholes
 from ringmaster_dist.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ def main(argv: list[str]) -> int:
     own, rest = sort_words(argv, _OWN)
 
     from ringmaster_dist.config.compose import load
+    from ringmaster_dist.simulation.forecast import gradient_times
 
     thresholds = sorted(wholes("thresholds", own.get("thresholds", "1,2,4,8,16,32")))
     config = load(["cluster.workers=8", *rest])
-    times, what = times_of(own, "gpus" in argv, config)
+    times, what = gradient_times(own, "gpus" in argv, config)
     if len(times) < 2:
         raise UserError(f"{what}: with one worker nothing is ever late and there is nothing to choose")
     jitter = 0.0 if "run" in own else config.cluster.jitter

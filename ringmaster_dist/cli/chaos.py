@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ringmaster_dist.chaos.injector import Injector, last_version
+from ringmaster_dist.chaos.injector import Injector
 from ringmaster_dist.chaos.report import account, show
 from ringmaster_dist.chaos.schedule import schedule
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.runtime.preparation import prepare
 from ringmaster_dist.runtime.supervisor import Place, become, leave, supervise
 
@@ -79,7 +80,9 @@ def _train(path: Path, overrides: list[str], seconds: float, plan: Callable[[int
     if code == 0 and not injector.is_over:
         raise UserError(f"the run in {path} was stopped before its time: there is nothing to account for")
     if code != 0:
-        raise UserError(f"the run in {path} ended with code {code} at version {last_version(path)}: see processes.log")
+        raise UserError(
+            f"the run in {path} ended with code {code} at version {RunFiles(path).last_version()}: see processes.log"
+        )
     return injector
 
 

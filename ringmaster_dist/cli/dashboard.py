@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.observe.run_files import RunFiles
 
 _HELP = """ringmaster dashboard RUN_DIR [--offline]
 
@@ -27,11 +26,11 @@ def main(argv: list[str]) -> int:
     directory = Path(word)
     if not (directory / "config.yaml").is_file():
         raise UserError(f"{directory} holds no run (no config.yaml): give the run.dir of a run with logger=wandb")
-    given = yaml.safe_load((directory / "config.yaml").read_text()).get("logger", {})
+    given = RunFiles(directory).config().get("logger", {})
     if given.get("name", "none") == "none":
         raise UserError(f"{directory} did not log to wandb: train with logger=wandb or logger=wandb_offline")
 
-    from ringmaster_dist.observe.dashboard import specification, workspace
+    from ringmaster_dist.observe.wandb_names import specification, workspace
 
     offline = "--offline" in options or given["name"] == "wandb_offline"
     try:
@@ -56,7 +55,7 @@ def _entity(given: str | None) -> tuple[str, str]:
     try:
         import wandb
 
-        from ringmaster_dist.observe.wandb_logger import has_key
+        from ringmaster_dist.observe.loggers import has_key
 
         if not has_key():
             return "", "there is no key: wandb login, or set WANDB_API_KEY"

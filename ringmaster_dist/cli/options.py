@@ -58,3 +58,17 @@ def many(
     if not words:
         raise UserError(f"something to look at is needed, such as: {example}")
     return words, options
+
+
+def wholes(key: str, text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) >= 1 for word in words):
+        raise UserError(f"{key}={text}: must be whole numbers of at least 1")
+    return [int(word) for word in words]
+
+
+def sort_words(argv: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """The values of a command's own ``name=value`` words, and the words that are the configuration's."""
+    pairs = [(word, *word.partition("=")[::2]) for word in argv if word != "gpus"]
+    own = {name: value for _, name, value in pairs if name in names}
+    return own, [word for word, name, _ in pairs if name not in names]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ringmaster_dist.cli.options import many
-from ringmaster_dist.config.errors import UserError
 
 _HELP = """ringmaster report RUN_DIR [RUN_DIR ...] [--out DIR]
 
@@ -32,13 +31,8 @@ def main(argv: list[str]) -> int:
     words, options = many(argv, {"--out": str}, "ringmaster report runs/a")
 
     from ringmaster_dist.observe.report import FOLDER, write_report
-    from ringmaster_dist.observe.run_directory import RunDirectoryError
 
     directories = [Path(word) for word in words]
     folder = Path(options.get("--out") or (directories[0] / FOLDER if len(directories) == 1 else Path(FOLDER)))
-    try:
-        paths = write_report(directories, folder)
-    except RunDirectoryError as error:
-        raise UserError(str(error)) from error
-    print("\n".join(str(path) for path in paths))
+    print("\n".join(str(path) for path in write_report(directories, folder)))
     return 0

@@ -8,7 +8,6 @@ from ringmaster_dist.cli.multirun import multirun_of
 from ringmaster_dist.cli.options import parse
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.describe import annotated, keys_and_choices
-from ringmaster_dist.config.errors import UserError
 
 _HELP = """ringmaster simulate [key=value ...]
 
@@ -54,38 +53,29 @@ def _run(overrides: list[str]) -> int:
 
     from rich.console import Console
 
-    from ringmaster_dist.observe.console import ProgressLine, print_summary
-    from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
-    from ringmaster_dist.runtime.closing import show_report
+    from ringmaster_dist.observe.console import ProgressLine
+    from ringmaster_dist.observe.loggers import open_logger
+    from ringmaster_dist.observe.report import show_summary
+    from ringmaster_dist.observe.run_directory import RunDirectory
     from ringmaster_dist.runtime.initial import chosen_weights, write_initial
-    from ringmaster_dist.runtime.logger import open_logger
     from ringmaster_dist.runtime.rehearsal import rehearse
     from ringmaster_dist.runtime.signals import stop_signals
     from ringmaster_dist.simulation.session import simulate
 
     rehearse(config)
     initial = chosen_weights(config)
-    try:
-        directory = RunDirectory(
-            config.run.dir, name=f"{config.problem.name}-{config.method.name}", overwrite=config.run.overwrite
-        )
-    except RunDirectoryError as error:
-        raise UserError(str(error)) from error
+    name = f"{config.problem.name}-{config.method.name}"
+    directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
     write_initial(directory.path, initial)
     composed.run.dir = str(directory.path)
     directory.write_config(annotated(composed) + "\n")
-    console = Console(file=sys.stdout)
-    line = ProgressLine(console)
+    line = ProgressLine(Console(file=sys.stdout))
     try:
         with stop_signals() as stopping:
-            logger = open_logger(config, directory, annotated(composed))
+            logger = open_logger(config.logger, directory.path, annotated(composed))
             summary = simulate(config, directory, line.show, stopping, logger)
     finally:
         line.close()
     logger.close(summary)
-    print_summary(console, summary, summary["initial"], directory.path)
-    if config.run.report:
-        show_report(directory.path)
-    if summary["diverged"]:
-        return 1
-    return 0 if summary["ended"] == "budget" else 130
+    code = show_summary(directory, report=config.run.report)
+    return code or (0 if summary.ended == "budget" else 130)

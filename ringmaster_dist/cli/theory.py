@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringmaster_dist.cli.sources import sort_words, times_of, wholes
+from ringmaster_dist.cli.options import sort_words, wholes
 from ringmaster_dist.config.errors import UserError
 
 _HELP = """ringmaster theory [SOURCE] [updates=1000] [thresholds=1,2,4,8,16,32] [plot=FILE.png] [key=value ...]
@@ -36,12 +36,13 @@ def main(argv: list[str]) -> int:
     own, rest = sort_words(argv, _OWN)
 
     from ringmaster_dist.config.compose import load
+    from ringmaster_dist.simulation.forecast import gradient_times
 
     updates = wholes("updates", own.get("updates", "1000"))[0]
     thresholds = wholes("thresholds", own.get("thresholds", "1,2,4,8,16,32"))
     defaults = ["cluster.workers=8", f"budget.updates={updates}"]
     config = load([*defaults, *rest])
-    times, what = times_of(own, "gpus" in argv, config)
+    times, what = gradient_times(own, "gpus" in argv, config)
     _print(times, what, updates, thresholds, config)
     if "plot" in own:
         _plot(times, thresholds, updates, Path(own["plot"]))

@@ -13,9 +13,9 @@ from ringmaster_dist.cli.options import parse
 from ringmaster_dist.cli.watch import open_watcher
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.describe import annotated, keys_and_choices
-from ringmaster_dist.observe.live import View
+from ringmaster_dist.observe.console import LiveTable
+from ringmaster_dist.observe.report import show_summary
 from ringmaster_dist.observe.run_directory import RunDirectory
-from ringmaster_dist.runtime.closing import show_summary
 from ringmaster_dist.runtime.dry_run import dry_run
 from ringmaster_dist.runtime.preparation import RunIsOver, prepare, prepare_data, prepare_dry_run
 from ringmaster_dist.runtime.supervisor import supervise
@@ -97,14 +97,14 @@ def _run(overrides: list[str]) -> int:
     if config.problem.name == "nanochat":
         prepare_data(config)
     budget, console = config.budget, Console(file=sys.stdout)
-    view = View(directory.path, console, budget.updates or math.inf, budget.seconds or math.inf)
+    table = LiveTable(directory.path, console, budget.updates or math.inf, budget.seconds or math.inf)
     watcher = open_watcher(directory.path) if config.watch else None
     if watcher is not None:
         print(f"the run is shown at {watcher.url}", flush=True)
     try:
-        code = supervise(config, directory, view.update)
+        code = supervise(config, directory, table.update)
     finally:
-        view.close()
+        table.close()
     if code == 0:
         code = show_summary(directory, report=config.run.report)
         if config.problem.name == "nanochat" and code == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ringmaster_dist.doctor import Finding
+from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.transport.addresses import elsewhere, is_loopback, resolve
 
 _SHM_BYTES, _DISK_BYTES, _OPEN_FILES = 256 << 20, 2 << 30, 1024
@@ -140,12 +140,12 @@ def small_run() -> Finding:
                    "run.report=false", "server.start_seconds=20"]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-            summary = json.loads(Path(folder, "run", "summary.json").read_text()) if done.returncode == 0 else {}
+            summary = RunFiles(Path(folder, "run")).summary() if done.returncode == 0 else None
         except (subprocess.TimeoutExpired, OSError):
             return Finding("small run", False, "a server and two workers on loopback did not finish: run ringmaster "
                            "train problem.dim=10 with RINGMASTER_LOG=INFO to see where it stops")  # fmt: skip
-    if summary.get("updates") == 20:
-        return Finding("small run", True, f"a server and two workers made 20 updates in {summary['seconds']:.2f} s")
+    if summary is not None and summary.updates == 20:
+        return Finding("small run", True, f"a server and two workers made 20 updates in {summary.seconds:.2f} s")
     said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     return Finding("small run", False, f"a server and two workers on loopback failed: {said}")
 

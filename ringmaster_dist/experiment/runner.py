@@ -100,13 +100,13 @@ def _play(job: Job, objective: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = RunDirectory(scratch, name="experiment")
         summary = simulate(load(job.all_overrides), directory, make_core=make_core)
-        rows = [json.loads(line) for line in Path(scratch, "metrics.jsonl").read_text().splitlines()]
-    curve = [(row["time"], row[objective]) for row in rows if objective in row]
+        rows = directory.metrics()
+    curve = [(row.time, row.evaluation[objective]) for row in rows if objective in row.evaluation]
     record = {
         "job": job._asdict(),
         "curve": curve,
-        "updates": summary["updates"],
-        "wall_seconds": summary["wall_seconds"],
+        "updates": summary.updates,
+        "wall_seconds": summary.wall_seconds,
     }
     temporary = folder / f".{job.key}-{os.getpid()}"
     temporary.write_text(json.dumps(record))

@@ -1,4 +1,4 @@
-"""A run's arrivals and measurements as short series, whatever the length of the run: a few hundred points each."""
+"""A run's arrivals and measurements as short series: a few hundred points each, however long the run is."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from ringmaster_dist.observe.recording import Recording
-from ringmaster_dist.observe.trace import VERDICTS
+from ringmaster_dist.observe.measures import ACCEPTED, INVALID, STALE, quantile
+from ringmaster_dist.observe.records import OBJECTIVES, VERDICTS, MetricsRow
+from ringmaster_dist.observe.run_files import Recording
 
 _POINTS = 400  # of a curve
 _BINS = 120  # of time, for rates and delays
 _BARS = 48  # of a histogram
-OBJECTIVES = ("gap", "loss")  # what an evaluation says, the first that is there
-ACCEPTED, STALE, INVALID = (VERDICTS.index(name) for name in ("accepted", "stale", "invalid"))
 
 Series = dict[str, list[float | None]]
 
 
 def tokens_so_far(recording: Recording) -> np.ndarray | None:
     """Tokens of accepted gradients up to and with each arrival; None where the problem has none."""
-    trace, slots = recording.trace, recording.slots()
-    workers = trace["worker"]
-    if not len(workers):
+    trace, per_gradient = recording.trace, recording.tokens_per_gradient()
+    if not per_gradient.any():
         return None
-    per_worker = np.array([recording.tokens_per_gradient(w, slots) for w in range(int(workers.max()) + 1)])
-    if not per_worker.any():
-        return None
-    return np.cumsum(np.where(trace["verdict"] == ACCEPTED, per_worker[workers], 0))
+    return np.cumsum(np.where(trace["verdict"] == ACCEPTED, per_gradient[trace["worker"]], 0))
 
 
 def training_loss(recording: Recording, tokens: np.ndarray | None) -> Series:
@@ -37,8 +32,8 @@ def training_loss(recording: Recording, tokens: np.ndarray | None) -> Series:
     trace = recording.trace
     kept = np.flatnonzero((trace["verdict"] == ACCEPTED) & np.isfinite(trace["loss"]))
     if not len(kept):
-        rows = [row for row in recording.metrics if row.get("train_loss") is not None]
-        return _of_rows(rows, "train_loss", recording, tokens)
+        measured = [(row, row.train_loss) for row in recording.metrics if is_number(row.train_loss)]
+        return _of_rows(measured, recording, tokens)
     starts = np.unique(
         np.linspace(0, len(kept), min(_POINTS, max(40, len(kept) // 4), len(kept)), endpoint=False).astype(np.int64)
     )
@@ -56,19 +51,24 @@ def training_loss(recording: Recording, tokens: np.ndarray | None) -> Series:
 def evaluations(recording: Recording, tokens: np.ndarray | None) -> tuple[str, Series]:
     """What was measured at the iterate itself, and its name: the gap, or the validation loss."""
     for name in OBJECTIVES:
-        rows = [row for row in recording.metrics if is_number(row.get(name))]
-        if rows:
-            return name, _of_rows(rows, name, recording, tokens)
+        measured = [(row, row.evaluation.get(name)) for row in recording.metrics]
+        measured = [(row, value) for row, value in measured if is_number(value)]
+        if measured:
+            return name, _of_rows(measured, recording, tokens)
     return "", {"time": [], "updates": [], "value": []}
 
 
-def _of_rows(rows: list[dict[str, Any]], key: str, recording: Recording, tokens: np.ndarray | None) -> Series:
-    rows = rows[:: math.ceil(len(rows) / _POINTS)] + rows[-1:] if len(rows) > _POINTS else rows
-    times = [row["time"] for row in rows]
-    series: Series = {"time": numbers(times), "updates": numbers([row["version"] for row in rows])}
+def _of_rows(
+    measured: list[tuple[MetricsRow, float | None]], recording: Recording, tokens: np.ndarray | None
+) -> Series:
+    """A series of one figure of the rows, given with each row."""
+    if len(measured) > _POINTS:
+        measured = measured[:: math.ceil(len(measured) / _POINTS)] + measured[-1:]
+    times = [row.time for row, _ in measured]
+    series: Series = {"time": numbers(times), "updates": numbers([row.version for row, _ in measured])}
     if tokens is not None:
         series["tokens"] = numbers(np.interp(times, recording.trace["time"], tokens, left=0.0))
-    return {**series, "value": numbers([row[key] for row in rows])}
+    return {**series, "value": numbers([value or 0.0 for _, value in measured])}
 
 
 def over_time(recording: Recording) -> Series:
@@ -88,9 +88,8 @@ def over_time(recording: Recording) -> Series:
     order = np.argsort(place, kind="stable")
     bounds = np.searchsorted(place[order], np.arange(bins + 1))
     for index in np.flatnonzero(arrived):
-        here = trace["delay"][order[bounds[index] : bounds[index + 1]]]
-        delays["mean"][index], delays["p95"][index], delays["max"][index] = (
-            here.mean(), np.quantile(here, 0.95), here.max())  # fmt: skip
+        here = np.sort(trace["delay"][order[bounds[index] : bounds[index + 1]]])
+        delays["mean"][index], delays["p95"][index], delays["max"][index] = here.mean(), quantile(here, 0.95), here[-1]
     return {
         "time": numbers((edges[:-1] + edges[1:]) / 2),
         "accepted": numbers(counts[ACCEPTED] / some),
@@ -103,10 +102,10 @@ def over_time(recording: Recording) -> Series:
 
 
 def _rates_of_rows(recording: Recording) -> Series:
-    """Where there is no trace: from the counts in the measurements."""
-    rows = [row for row in recording.metrics if "accepted" in row]
+    """The same from the counts in the measurements, for a run without a trace."""
+    rows = recording.metrics
     rows = rows[:: math.ceil(len(rows) / _BINS)] if len(rows) > _BINS else rows
-    table = np.array([[row[key] for key in ("time", "version", *VERDICTS)] for row in rows], dtype=float)
+    table = np.array([[getattr(row, key) for key in ("time", "version", *VERDICTS)] for row in rows], dtype=float)
     if len(table) < 2:
         return {"time": []}
     change, arrived = np.diff(table, axis=0), np.diff(table[:, 2:].sum(axis=1))
@@ -121,9 +120,9 @@ def _rates_of_rows(recording: Recording) -> Series:
 
 def thresholds(recording: Recording) -> Series:
     """R_k over time: as it was measured, else as it was configured; empty where there is none."""
-    rows = [row for row in recording.metrics if is_number(row.get("threshold"))]
-    if rows:
-        return _of_rows(rows, "threshold", recording, None)
+    measured = [(row, row.threshold) for row in recording.metrics if is_number(row.threshold)]
+    if measured:
+        return _of_rows(measured, recording, None)
     given = recording.config["method"].get("threshold")
     times = [0.0, recording.seconds] if is_number(given) else []
     return {"time": numbers(times), "value": [given for _ in times]}
@@ -145,23 +144,8 @@ def delay_histogram(recording: Recording) -> dict[str, Any]:
     return {"low": [index * width for index in range(bars)], "width": width, "beyond": int(delays.max()), **counts}
 
 
-def delay_parts(recording: Recording) -> dict[str, float]:
-    """The mean delay of arrivals, split: updates made while the gradient was computed, and before or after that."""
-    trace = recording.trace
-    if not len(trace):
-        return {}
-    accepted = trace["verdict"] == ACCEPTED
-    made = trace["time"][accepted]
-    began = trace["time"] - trace["compute_seconds"]
-    computing = np.searchsorted(made, trace["time"], side="left") - np.searchsorted(made, began, side="right")
-    if recording.config["method"]["name"] in ("rennala", "synchronous"):  # several accepted ones make an update
-        computing = np.minimum(computing, trace["delay"])
-    computing = np.clip(computing, 0, trace["delay"])
-    return {"compute": float(computing.mean()), "queue": float((trace["delay"] - computing).mean())}
-
-
 def numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """For JSON: six digits, None for what is no number."""
+    """The values for JSON: six digits, and None for what is not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in np.asarray(values, float).tolist()]
 
 

@@ -74,8 +74,3 @@ class Divergence:
             f"Try a smaller step, such as method.eta={eta / 4:.2g} (it is {eta:.2g}), or a warm-up, such as "
             "method.warmup=0.05; docs/choosing.md says more"
         )
-
-
-def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With null for numbers that JSON does not have."""
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}

@@ -1,7 +1,6 @@
-"""The run directory: ``config.yaml``, ``trace.jsonl``, ``metrics.jsonl``, ``summary.json``, and more for real runs.
+"""Writes the files of a run: ``config.yaml``, ``trace.jsonl``, ``metrics.jsonl``, ``summary.json`` and the others.
 
-Other programs read these files; their names and keys do not change lightly. Files of lines are appended to; a run that
-goes on from a checkpoint cuts them to where they were when it was taken.
+Files of lines grow at their end. A run that resumes from a checkpoint cuts each to the size it had then.
 """
 
 from __future__ import annotations
@@ -19,32 +18,40 @@ from pathlib import Path
 from typing import Any
 
 from ringmaster_dist.files import open_private
+from ringmaster_dist.observe.records import Summary
+from ringmaster_dist.observe.run_files import (
+    CONFIG,
+    FINAL,
+    LOCK,
+    MEMBERS,
+    METRICS,
+    SUMMARY,
+    TERMS,
+    THRESHOLDS,
+    TRACE,
+    RunDirectoryError,
+    RunFiles,
+)
 from ringmaster_dist.protocol import Receipt, Verdict
 from ringmaster_dist.server.weights import INITIAL
 
-_FILES = ("config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json")
-# Of a run in real time, or with a method that chooses its threshold, or with a logger, or with init.
-_REAL_FILES = ("members.jsonl", "thresholds.jsonl", "terms.jsonl", "final.safetensors", "address", "token", "wandb.id",
-               INITIAL)  # fmt: skip
+# Whatever of these is there says that the directory holds a run.
+_FILES = (CONFIG, TRACE, METRICS, SUMMARY, MEMBERS, THRESHOLDS, TERMS, FINAL, "address", "token", "wandb.id", INITIAL)
 _FOLDERS = ("checkpoints", "report", "wandb")
 _BYTES_PER_WRITE = 1 << 16
-_LOOKED_AT_SECONDS = 1.0  # who only looks whether the directory is in use holds its lock for less
+_LOOKED_AT_SECONDS = 1.0  # a process that only looks whether the directory is in use holds its lock for less
 log = logging.getLogger(__name__)
 
 _JSON_VERDICT = {verdict: json.dumps(verdict.value) for verdict in Verdict}
 
 
-class RunDirectoryError(Exception):
-    """The directory cannot be used; the message says why and what to do."""
-
-
-class RunDirectory:
-    """Writes a run. The directory is claimed when this is made, and belongs to this run from then on."""
+class RunDirectory(RunFiles):
+    """A run that this process writes. To make one claims the directory, which belongs to the run from then on."""
 
     def __init__(self, path: str | None, *, name: str, overwrite: bool = False) -> None:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        self.path = Path(path) if path else Path("runs") / f"{stamp}-{name}"
-        present = [item for item in (*_FILES, *_REAL_FILES, *_FOLDERS) if (self.path / item).exists()]
+        super().__init__(Path(path) if path else Path("runs") / f"{stamp}-{name}")
+        present = [item for item in (*_FILES, *_FOLDERS) if (self.path / item).exists()]
         if present and not overwrite:
             raise RunDirectoryError(
                 f"run.dir={self.path} already holds a run ({present[0]}): choose another run.dir, "
@@ -71,17 +78,17 @@ class RunDirectory:
         """A directory that another process has claimed for this run."""
         directory = cls.__new__(cls)
         directory.path = path
-        directory.path.chmod(0o700)  # it may have been made by a version that did not care
+        directory.path.chmod(0o700)  # an old version may have made it with another mode
         return directory
 
     def write_config(self, yaml_text: str) -> None:
-        self.write_secret("config.yaml", yaml_text)
+        self.write_secret(CONFIG, yaml_text)
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        self.write_secret("summary.json", json.dumps(summary, indent=2) + "\n")
+    def write_summary(self, summary: Summary) -> None:
+        self.write_secret(SUMMARY, json.dumps(summary.to_json(), indent=2) + "\n")
 
     def write_secret(self, name: str, text: str) -> None:
-        """A file only its owner can read, there whole or not at all."""
+        """Writes a file that only its owner can read. It appears whole or not at all."""
         temporary = self.path / f".{name}"
         with open_private(temporary, "w") as file:
             file.write(text)
@@ -89,7 +96,7 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Makes this process the only one that writes the run, until it ends."""
-        self._lock = open_private(self.path / ".lock", "w")
+        self._lock = open_private(self.path / LOCK, "w")
         deadline = time.monotonic() + _LOOKED_AT_SECONDS
         while True:
             try:
@@ -101,45 +108,27 @@ class RunDirectory:
                 time.sleep(0.05)
 
     def refuse_if_in_use(self) -> None:
-        """For who is about to change what is there: raises while a server is at work in it."""
-        if (self.path / ".lock").exists():
+        """Raises RunDirectoryError while a server is at work in the directory."""
+        if (self.path / LOCK).exists():
             self.lock()
             self._lock.close()
 
-    def read(self, name: str) -> str:
-        """The text of a small file; empty if there is none."""
-        path = self.path / name
-        return path.read_text().strip() if path.exists() else ""
-
-    def read_rows(self, name: str) -> list[dict[str, Any]]:
-        """A file of lines; a last one that is torn is left out."""
-        return [json.loads(line) for line in self._whole_lines(name)]
-
-    def size_of_terms(self) -> int:
-        return sum(len(line) for line in self._whole_lines("terms.jsonl"))
-
-    def _whole_lines(self, name: str) -> list[str]:
-        path = self.path / name
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [line for line in lines if line.endswith("\n")]
-
     def open_trace(self, size: int = 0) -> TraceWriter:
-        return TraceWriter(Lines(self.path / "trace.jsonl", size))
+        return TraceWriter(Lines(self.path / TRACE, size))
 
     def open_rows(self, name: str, size: int = 0) -> RowWriter:
         return RowWriter(Lines(self.path / name, size))
 
     def has_sizes(self, sizes: Mapping[str, int]) -> bool:
         """Whether each file is at least as long as it was."""
-        return all((self.path / name).is_file() and (self.path / name).stat().st_size >= size
-                   for name, size in sizes.items())  # fmt: skip
+        return all((self.path / name).is_file() and self.size(name) >= size for name, size in sizes.items())
 
 
 class Lines:
-    """A file that grows by lines. A disk that is full loses nothing: lines wait in memory until it takes them."""
+    """A file that grows by lines. While the disk is full, lines wait in memory, and none is lost."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
-        """The first ``size`` bytes of what is there are kept."""
+        """Keeps the first ``size`` bytes of the file and cuts the rest."""
         self._path = path
         self._file = open_private(path, "r+b" if path.exists() else "wb", buffering=0)
         self._file.truncate(size)
@@ -147,7 +136,7 @@ class Lines:
         self.size = size  # in the file
         self._waiting = bytearray()
         self._complained = False
-        self._lock = threading.Lock()  # rows are written by one thread, marks are taken by another
+        self._lock = threading.Lock()  # one thread writes rows, another asks for the size
 
     def append(self, text: str) -> None:
         with self._lock:
@@ -175,11 +164,11 @@ class Lines:
         return True
 
     def sync(self) -> None:
-        """What is in the file, onto the disk itself."""
+        """fsync: the file's content is on disk when this returns."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Raises OSError if something could not be written to the last."""
+        """Raises OSError if a line could not be written."""
         whole = self.flush()
         self._file.close()
         if not whole:
@@ -187,17 +176,20 @@ class Lines:
 
 
 class TraceWriter:
-    """One line per arriving gradient."""
+    """Writes one line per arriving gradient: the keys of `records.Arrival`, in their order."""
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
 
     def arrival(
         self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
-        loss: float | None, compute_seconds: float, extra: str = "",
+        loss: float | None, compute_seconds: float, term: int | None = None, lost_version: int | None = None,
     ) -> None:  # fmt: skip
         # Formatted by hand: this is called for every gradient, and json.dumps would cost four times as much.
         loss_text = "null" if loss is None or loss - loss != 0.0 else repr(loss)
+        extra = "" if term is None else f', "term": {term}'
+        if lost_version is not None:
+            extra += f', "lost_version": {lost_version}'
         self.lines.append(
             f'{{"time": {time!r}, "worker": {worker}, "sequence": {sequence}, '
             f'"gradient_version": {gradient_version}, "version": {receipt.version}, "delay": {receipt.delay}, '
@@ -210,7 +202,7 @@ class TraceWriter:
 
 
 class RowWriter:
-    """One line per row, written at once."""
+    """Writes one line per row, at once."""
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines

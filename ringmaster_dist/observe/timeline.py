@@ -1,8 +1,8 @@
 """What each worker did when, from the trace alone.
 
-An arrival says when its gradient was begun (its time less its compute seconds) and what became of it. Between a
-worker's arrivals lies what the trace does not name: work that was stopped early, where sequence numbers are missing;
-else waiting (for an answer, for a round, on the wire).
+An arrival says when its gradient was begun (its time less its compute seconds) and what became of it. The trace does
+not name what lies between a worker's arrivals. Where sequence numbers are missing, it was work that was stopped early.
+Elsewhere the worker waited: for an answer, for a round, or for the wire.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringmaster_dist.observe.curves import numbers
-from ringmaster_dist.observe.recording import Recording
-from ringmaster_dist.observe.trace import VERDICTS
+from ringmaster_dist.observe.measures import ACCEPTED
+from ringmaster_dist.observe.records import VERDICTS
+from ringmaster_dist.observe.run_files import Recording
 
 KINDS = (*VERDICTS, "interrupted", "waiting")
 _INTERRUPTED, _WAITING = KINDS.index("interrupted"), KINDS.index("waiting")
@@ -33,7 +34,7 @@ class _Spans(NamedTuple):
 def timelines(recording: Recording) -> dict[str, Any]:
     """The whole run in equal parts, and its last moments as they were."""
     trace, seconds = recording.trace, recording.seconds
-    names = _chosen(_known(recording), np.bincount(trace["worker"][trace["verdict"] == 0]))
+    names = _chosen(_known(recording), np.bincount(trace["worker"][trace["verdict"] == ACCEPTED]))
     if not len(trace) or seconds <= 0:
         return {"workers": [], "seconds": seconds, "shares": [], "close": {"begin": 0.0, "end": 0.0, "spans": []}}
     edges = np.linspace(0.0, seconds, _BINS + 1)
@@ -50,8 +51,8 @@ def timelines(recording: Recording) -> dict[str, Any]:
 
 
 def _known(recording: Recording) -> list[int]:
-    """Everybody who sent something, or is known to have worked."""
-    listed = {int(name) for name in recording.summary.get("per_worker", {})}
+    """Every worker that sent something, or that the summary lists."""
+    listed = {int(name) for name in recording.summary.per_worker} if recording.summary else set()
     return sorted(listed | {int(worker) for worker in np.unique(recording.trace["worker"])})
 
 
@@ -65,7 +66,8 @@ def _chosen(workers: list[int], accepted: np.ndarray) -> list[int]:
 
 def _spans(recording: Recording, worker: int, mine: np.ndarray) -> _Spans:
     trace = recording.trace
-    stopped = recording.summary.get("per_worker", {}).get(str(worker), {}).get("interrupted", 0)
+    known = recording.summary.per_worker.get(str(worker)) if recording.summary else None
+    stopped = known.interrupted if known else 0
     if not len(mine):  # everything it began was stopped
         only = _INTERRUPTED if stopped else _WAITING
         return _Spans(np.zeros(1), np.array([recording.seconds]), np.array([only]))

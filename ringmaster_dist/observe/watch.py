@@ -12,10 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ringmaster_dist.observe.page import as_json, page
-from ringmaster_dist.observe.recording import Recording
-from ringmaster_dist.observe.run_directory import RunDirectoryError
-from ringmaster_dist.observe.view import view
+from ringmaster_dist.observe.page_data import page_data
+from ringmaster_dist.observe.report import as_json, page
+from ringmaster_dist.observe.run_files import Recording, RunDirectoryError
 
 _REFRESH_SECONDS = 2.0
 _REQUEST_SECONDS = 5.0  # a connection that asks for nothing is closed
@@ -59,7 +58,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._recording: Recording | None = None
         self._stamp: tuple[Any, ...] = ()
-        self._view: dict[str, Any] = {}
+        self._data: dict[str, Any] = {}
         watcher = self
 
         class Handler(_Handler):
@@ -83,9 +82,9 @@ class Watcher:
                 self._recording = Recording(self._directory)
             stamp = (*self._recording.stamp, self._recording.state)
             if stamp != self._stamp:
-                self._recording.look()
-                self._view, self._stamp = view([self._recording]), stamp
-            return self._view
+                self._recording.refresh()
+                self._data, self._stamp = page_data([self._recording]), stamp
+            return self._data
 
 
 class _Handler(BaseHTTPRequestHandler):

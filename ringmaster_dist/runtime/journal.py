@@ -1,50 +1,62 @@
-"""Writes what happens in a run, as the service tells it: the trace, the members, the thresholds that were chosen."""
+"""Records what happens in a real run: in the files of lines, and in the logger at the end."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from ringmaster_dist.algorithm.methods import Change
+from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.loggers import Logger
 from ringmaster_dist.observe.metrics import Metrics
+from ringmaster_dist.observe.records import Member, MetricsRow, Summary
 from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.observe.run_files import FINAL, MEMBERS, METRICS, THRESHOLDS, TRACE
+from ringmaster_dist.problems import Problem
 from ringmaster_dist.protocol import Push, Receipt
+from ringmaster_dist.server.core import ServerCore
+
+log = logging.getLogger(__name__)
+
+_SAMPLE_TOKENS = 80
 
 
 class Journal:
-    """Writes what the service tells: the trace and the members. Called under the service's lock."""
+    """Writes the trace, the members, the chosen thresholds and the metrics.
+
+    The service calls `arrival`, `membership`, `change`, `flush` and `mark` under its lock. Other threads call the rest.
+    """
 
     def __init__(
         self, directory: RunDirectory, sizes: Mapping[str, int], measured: Metrics, *, chooses: bool = False
     ) -> None:
-        """``chooses`` is whether the method chooses its threshold, which is a file then."""
+        """Cuts each file to its entry in ``sizes``. ``chooses`` says whether the method chooses its threshold."""
         self._measured = measured
-        self._trace = directory.open_trace(sizes.get("trace.jsonl", 0))
-        self._members = directory.open_rows("members.jsonl", sizes.get("members.jsonl", 0))
-        self.metrics = directory.open_rows("metrics.jsonl", sizes.get("metrics.jsonl", 0))  # not by the service
-        self._lines = {
-            "trace.jsonl": self._trace.lines,
-            "members.jsonl": self._members.lines,
-            "metrics.jsonl": self.metrics.lines,
-        }
-        if chooses:
-            self._changes = directory.open_rows("thresholds.jsonl", sizes.get("thresholds.jsonl", 0))
-            self._lines["thresholds.jsonl"] = self._changes.lines
+        self._trace = directory.open_trace(sizes.get(TRACE, 0))
+        names = (MEMBERS, METRICS, THRESHOLDS) if chooses else (MEMBERS, METRICS)
+        self._rows = {name: directory.open_rows(name, sizes.get(name, 0)) for name in names}
+        self._lines = {TRACE: self._trace.lines, **{name: rows.lines for name, rows in self._rows.items()}}
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None:
         self._measured.arrival(time, worker, push, receipt)
-        # Of a gradient on a lost line of history the trace names the last version that was not lost.
-        shared, extra = receipt.version - receipt.delay, f', "term": {push.term}'
+        # A gradient whose version a restart has lost is listed at the last version that was not lost.
+        shared, lost = receipt.version - receipt.delay, None
         if shared < push.gradient_version:
-            extra += f', "lost_version": {push.gradient_version}'
+            lost = push.gradient_version
         else:
             shared = push.gradient_version
-        self._trace.arrival(time, worker, push.sequence, shared, receipt, push.loss, push.compute_seconds, extra)
+        self._trace.arrival(
+            time, worker, push.sequence, shared, receipt, push.loss, push.compute_seconds, push.term, lost
+        )
 
     def membership(self, worker: int, event: str, pushes: int, slot: int) -> None:
-        self._members.write({"worker": worker, "event": event, "pushes": pushes, "slot": slot})
+        self._rows[MEMBERS].write(Member(worker, event, pushes, slot)._asdict())
 
     def change(self, time: float, change: Change) -> None:
-        self._changes.write({"time": time, **change._asdict()})
+        self._rows[THRESHOLDS].write({"time": time, **change._asdict()})
+
+    def row(self, row: MetricsRow) -> None:
+        self._rows[METRICS].write(row.to_json())
 
     def flush(self) -> None:
         self._trace.lines.flush()
@@ -62,3 +74,29 @@ class Journal:
     def close(self) -> None:
         for lines in self._lines.values():
             lines.close()
+
+
+def close_logger(
+    logger: Logger, config: Config, problem: Problem, core: ServerCore, directory: RunDirectory, summary: Summary
+) -> None:
+    """Gives the logger the final weights, a sample and the summary. A failure does not change how the run ended."""
+    if config.logger.name == "none":
+        return
+    try:
+        logger.file(directory.path / FINAL, "model")
+        if config.logger.text and config.problem.name == "nanochat":
+            logger.text(_sample(problem, core))
+    except Exception as error:
+        log.warning("the logger did not get everything: %s", error)
+    logger.close(summary)
+
+
+def _sample(problem: Problem, core: ServerCore) -> str:
+    from ringmaster_dist.problems.nanochat.generate import generate
+    from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
+    from ringmaster_dist.problems.nanochat.tokenizer import BOS
+
+    assert isinstance(problem, NanoChatProblem)
+    tokenizer = problem.rows.tokenizer()
+    problem.load(core.snapshot.iterate)
+    return tokenizer.decode(list(generate(problem.model, [BOS], _SAMPLE_TOKENS)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import sys
@@ -17,7 +16,8 @@ from ringmaster_dist.config.profile_file import measured_times
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.secret import servers_token
 from ringmaster_dist.observe.console import ProgressLine
-from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
+from ringmaster_dist.observe.records import Summary
+from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.runtime.initial import Tensors, chosen_weights, write_initial
 from ringmaster_dist.runtime.rehearsal import rehearse
 from ringmaster_dist.runtime.supervisor import local_workers
@@ -54,10 +54,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
     token = servers_token()
     if resumed:
         directory = RunDirectory.opened(Path(resumed))
-        try:
-            directory.refuse_if_in_use()
-        except RunDirectoryError as error:
-            raise UserError(str(error)) from error
+        directory.refuse_if_in_use()
         _refuse_if_used_up(config, directory, asked="resume=auto" not in overrides)
         rehearse(config, device_of(0))
         if token:
@@ -67,10 +64,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
     else:
         initial = _rehearsed(config)
         name = f"{config.problem.name}-{config.method.name}"
-        try:
-            directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
-        except RunDirectoryError as error:
-            raise UserError(str(error)) from error
+        directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
         write_initial(directory.path, initial)
         directory.write_secret("token", token or secrets.token_hex(16))
     composed.run.dir = str(directory.path)
@@ -138,9 +132,9 @@ def _refuse_plain_text(config: Config) -> None:
 
 
 def _refuse_if_used_up(config: Config, directory: RunDirectory, *, asked: bool) -> None:
-    summary = json.loads(directory.read("summary.json") or "{}")
+    summary = directory.summary() or Summary()
     for unit in ("updates", "seconds"):
-        limit, used = getattr(config.budget, unit), summary.get(unit, 0)
+        limit, used = getattr(config.budget, unit), getattr(summary, unit)
         if limit is not None and used >= limit and not asked:
             raise RunIsOver(f"the run in {directory.path} is over: {used:g} {unit}; budget.{unit} may be raised")
         if limit is not None and used >= limit:

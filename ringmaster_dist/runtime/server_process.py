@@ -11,7 +11,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,14 +21,15 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.logs import log_as_told
-from ringmaster_dist.observe.divergence import Divergence, finite
-from ringmaster_dist.observe.metrics import Metrics
-from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
-from ringmaster_dist.observe.summary import summarize
+from ringmaster_dist.observe.divergence import Divergence
+from ringmaster_dist.observe.loggers import Logger, open_logger
+from ringmaster_dist.observe.metrics import Metrics, summarize
+from ringmaster_dist.observe.records import Summary, Term, WorkerSummary
+from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.observe.run_files import CONFIG, FINAL, TERMS
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.runtime.checkpoint_writer import CheckpointWriter
-from ringmaster_dist.runtime.journal import Journal
-from ringmaster_dist.runtime.logger import open_logger, tell_the_end
+from ringmaster_dist.runtime.journal import Journal, close_logger
 from ringmaster_dist.runtime.signals import stop_signals
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.checkpoints import Checkpoints, CheckpointState, Unusable
@@ -53,16 +54,13 @@ def serve(
     *,
     announce: Callable[[str], None] = lambda address: None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> dict[str, Any]:
+) -> Summary:
     """Serves until the budget is used up or a stop is asked for; returns the summary, which is written too."""
     from ringmaster_dist.transport.memory import return_memory
 
     began = time.monotonic()
     return_memory()
-    try:
-        directory.lock()
-    except RunDirectoryError as error:
-        raise UserError(str(error)) from error
+    directory.lock()
     problem = build_problem(config)
     core = build_core(config, problem, directory.path)
     checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
@@ -79,68 +77,85 @@ def serve(
     directory.write_secret("address", host.address)
     announce(host.address)
 
-    logger = open_logger(config, directory, config_text)
+    logger = open_logger(config.logger, directory.path, config_text)
     writer.on_written = lambda path: logger.file(path, "checkpoint")
-    interval = (config.budget.seconds or 60.0) / config.run.samples
-    next_sample, next_evaluation = service.seconds, core.version
-    divergence, counted = _divergence(problem, directory), (core.accepted, core.invalid)
-
-    def record(evaluation: Mapping[str, float]) -> None:
-        loud = divergence.look(evaluation, metrics.train_loss, core.accepted)
-        row = metrics.row(service, evaluation, host.counts) | {"diverged": divergence.diverged}
-        journal.metrics.write(row)
-        logger.row(row)
-        if loud:
-            log.warning("server v=%d: %s", row["version"], divergence.words(config.method.eta))
-
+    monitor = _Monitor(config, problem, service, metrics, journal, logger, directory, lambda: host.counts)
     while not service.ended.wait(_POLL_SECONDS):
         if should_stop():
             service.end()
         host.check()
-        if service.seconds >= next_sample:
-            next_sample = service.seconds + interval
-            if core.accepted > counted[0]:
-                counted = core.accepted, core.invalid
-            stuck = core.invalid > counted[1]  # since the last one that was accepted, all were invalid
-            due = problem.quick_to_evaluate or core.version >= next_evaluation or stuck
-            if due:
-                next_evaluation = core.version + config.eval.every
-            record(problem.evaluate(core.snapshot.iterate) if due else {})
-            if stuck and (divergence.is_hopeless or core.invalid - counted[1] >= _MOST_INVALID):
-                log.warning("server v=%d: no gradient is a finite number any more: the run is ended", core.version)
-                divergence.give_up()
-                service.end()
+        monitor.sample_if_due()
     if service.failure is not None:
-        raise RuntimeError("the server could not go on; its last words are above") from service.failure
+        raise RuntimeError("the server failed; the traceback is above") from service.failure
     stopped = should_stop()
     evaluation = problem.evaluate(core.snapshot.iterate)
-    record(evaluation)
+    monitor.record(evaluation)
     service.wait_until_all_left(config.server.farewell_seconds)
     service.close()
     journal.close()
     final = weights.by_name(problem, core.update.layout, core.snapshot.iterate)
-    weights.write(directory.path / "final.safetensors", final, core.version)
+    weights.write(directory.path / FINAL, final, core.version)
+    divergence = monitor.divergence
     ended = "stopped by the user" if stopped else "diverged" if divergence.is_hopeless else "budget"
     summary = _summary(config, evaluation, service, ended, time.monotonic() - began)
-    summary |= {"diverged": divergence.diverged, "evaluated_on": evaluated_on(problem, at_the_end=False)}
+    summary.diverged, summary.evaluated_on = divergence.diverged, evaluated_on(problem, at_the_end=False)
     directory.write_summary(summary)
-    if not stopped:  # the closing evaluation takes longer: a user that stops the run does not wait for it
+    if not stopped:  # the closing evaluation takes longer, and a user that stops the run does not wait for it
         evaluation = evaluate_at_the_end(problem, core.snapshot.iterate)
         divergence.look(evaluation, metrics.train_loss, core.accepted)
-        summary |= finite({f"final_{name}": value for name, value in evaluation.items()})
-        summary |= {"diverged": divergence.diverged, "evaluated_on": evaluated_on(problem, at_the_end=True)}
+        summary.evaluation.update(evaluation)
+        summary.diverged, summary.evaluated_on = divergence.diverged, evaluated_on(problem, at_the_end=True)
         directory.write_summary(summary)
     host.close()
-    tell_the_end(logger, config, problem, core, directory, summary)
+    close_logger(logger, config, problem, core, directory, summary)
     return summary
 
 
-def _divergence(problem: Problem, directory: RunDirectory) -> Divergence:
-    """That has seen what an earlier term has measured."""
-    divergence = Divergence(problem.objective)
-    for row in directory.read_rows("metrics.jsonl"):
-        divergence.look(row, row.get("train_loss"), row["accepted"])
-    return divergence
+class _Monitor:
+    """Evaluates the run now and then, writes rows of metrics, and notices divergence. Only the main thread enters."""
+
+    def __init__(
+        self, config: Config, problem: Problem, service: Service, metrics: Metrics, journal: Journal, logger: Logger,
+        directory: RunDirectory, counts: Callable[[], Mapping[str, int]],
+    ) -> None:  # fmt: skip
+        """``counts`` are the transport's."""
+        self._config, self._problem, self._service, self._metrics = config, problem, service, metrics
+        self._journal, self._logger, self._counts = journal, logger, counts
+        self._interval = (config.budget.seconds or 60.0) / config.run.samples
+        self._next_sample, self._next_evaluation = service.seconds, service.core.version
+        self._accepted, self._invalid = service.core.accepted, service.core.invalid  # when one was last accepted
+        self.divergence = Divergence(problem.objective)
+        for row in directory.metrics():  # of earlier terms
+            self.divergence.look(row.evaluation, row.train_loss, row.accepted)
+
+    def sample_if_due(self) -> None:
+        service, core = self._service, self._service.core
+        if service.seconds < self._next_sample:
+            return
+        self._next_sample = service.seconds + self._interval
+        if core.accepted > self._accepted:
+            self._accepted, self._invalid = core.accepted, core.invalid
+        num_invalid = core.invalid - self._invalid  # all gradients since the last accepted one
+        due = self._problem.quick_to_evaluate or core.version >= self._next_evaluation or num_invalid > 0
+        if due:
+            self._next_evaluation = core.version + self._config.eval.every
+        self.record(self._problem.evaluate(core.snapshot.iterate) if due else {})
+        if num_invalid and (self.divergence.is_hopeless or num_invalid >= _MOST_INVALID):
+            log.warning("server v=%d: no gradient is a finite number any more: the run is ended", core.version)
+            self.divergence.give_up()
+            service.end()
+
+    def record(self, evaluation: Mapping[str, float]) -> None:
+        """Writes a row of metrics."""
+        measured, divergence = self._service.measure(), self.divergence
+        begins_to_diverge = divergence.look(evaluation, self._metrics.train_loss, measured.accepted)
+        row = self._metrics.row(measured, evaluation, self._counts(), diverged=divergence.diverged)
+        if row.update_norm:
+            self._service.keep_next_update()
+        self._journal.row(row)
+        self._logger.row(row)
+        if begins_to_diverge:
+            log.warning("server v=%d: %s", row.version, divergence.words(self._config.method.eta))
 
 
 def _settings(config: Config, config_text: str, fingerprint: str, token: str) -> Settings:
@@ -167,7 +182,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
             return "it is of another model"
         return "" if directory.has_sizes(state.files) else "the trace is shorter than it was then"
 
-    earlier = directory.read_rows("terms.jsonl")  # a term whose line is torn has served nobody
+    earlier = directory.terms()
     try:
         found = checkpoints.newest(fits)
     except Unusable as error:
@@ -175,12 +190,12 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
     if found:
         core.load(found[1].core)
     if earlier:
-        core.enter_term([*(term["version"] for term in earlier), core.version])
+        core.enter_term([*(term.version for term in earlier), core.version])
         log.warning(
             "server: term %d begins at version %d%s", core.term, core.version, f" from {found[0].name}" if found else ""
         )
-    terms = directory.open_rows("terms.jsonl", directory.size_of_terms())
-    terms.write({"term": core.term, "version": core.version, "pushes": core.pushes})
+    terms = directory.open_rows(TERMS, directory.whole_bytes(TERMS))
+    terms.write(Term(core.term, core.version, core.pushes)._asdict())
     terms.lines.sync()
     terms.close()
     return found[1] if found else None
@@ -224,19 +239,19 @@ def _listen(service: Service, config: Config, directory: RunDirectory, token: st
 
 def _summary(
     config: Config, evaluation: Mapping[str, float], service: Service, ended: str, wall_seconds: float
-) -> dict[str, Any]:
+) -> Summary:
     cluster = config.cluster
     paced = cluster.profile != "none"
     workers = {}
     for worker, status in service.workers.items():
         base = float(cluster_seconds(cluster, status.slot + 1)[-1]) if paced else 0.0
-        workers[worker] = {
-            "base_seconds": base,
-            "interrupted": status.interruptions.num,
-            "used_seconds": status.used_seconds,
-            "wasted_seconds": status.wasted_seconds + status.interruptions.seconds,
-        }
-    slowest = max((worker["base_seconds"] for worker in workers.values()), default=0.0)
+        workers[worker] = WorkerSummary(
+            base_seconds=base,
+            interrupted=status.interruptions.num,
+            used_seconds=status.used_seconds,
+            wasted_seconds=status.wasted_seconds + status.interruptions.seconds,
+        )
+    slowest = max((worker.base_seconds for worker in workers.values()), default=0.0)
     return summarize(
         service.core,
         evaluation,
@@ -259,7 +274,7 @@ def serve_directory(path: str) -> int:
     """What the supervisor's child does. Returns the exit code."""
     log_as_told()
     directory = RunDirectory.opened(Path(path))
-    config_text = directory.read("config.yaml")
+    config_text = directory.read(CONFIG)
     parent = multiprocessing.parent_process()
     with stop_signals() as asked:
         serve(

@@ -12,7 +12,7 @@ from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.secret import given_token
 from ringmaster_dist.logs import log_as_told
-from ringmaster_dist.runtime.closing import show_summary
+from ringmaster_dist.observe.report import show_summary
 from ringmaster_dist.runtime.meeting import Meeting
 from ringmaster_dist.runtime.preparation import RunIsOver, prepare
 from ringmaster_dist.transport.addresses import is_loopback, joined

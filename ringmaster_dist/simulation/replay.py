@@ -1,23 +1,27 @@
 """Recomputes a real run from its trace, in one process, and compares the bits.
 
-The trace says which gradients arrived in which order, of which worker, sequence and version; the batch of each is a
-function of those. So every gradient can be computed again at the iterate of its version, and the core, fed the same
-arrivals, has to give the same verdicts and end at the same iterate. Joins and leaves are fed at the same places.
+The trace says which gradients arrived in which order, with worker, sequence and version. These determine the batch of
+each. So every gradient can be computed again at the iterate of its version. The core gets the same arrivals, joins and
+leaves in the same order, and has to give the same verdicts and end at the same iterate.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ringmaster_dist.config.build import build_core, build_problem, build_wire, rows_of
+from ringmaster_dist.config.build import build_core, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.records import Member, Term
+from ringmaster_dist.observe.run_files import CONFIG, FINAL, MEMBERS, TERMS, TRACE, RunFiles
+from ringmaster_dist.problems import Problem
+from ringmaster_dist.protocol import Verdict
 from ringmaster_dist.server import weights
-from ringmaster_dist.simulation.doubt import Computed, why_different
+from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.wire import Codec
 
 
@@ -28,44 +32,55 @@ class Outcome(NamedTuple):
     message: str
 
 
+class _Computed(NamedTuple):
+    """A gradient that the replay has computed, so that it can be computed again."""
+
+    problem: Problem
+    iterate: torch.Tensor
+    version: int
+    worker: int
+    sequence: int
+
+
 def replay(directory: Path) -> Outcome:
     """Raises `UserError` where the directory does not hold a finished real run."""
-    for name in ("config.yaml", "trace.jsonl", "members.jsonl", "terms.jsonl", "final.safetensors"):
+    for name in (CONFIG, TRACE, MEMBERS, TERMS, FINAL):
         if not (directory / name).exists():
             raise UserError(f"{directory} has no {name}: replay needs the directory of a finished ringmaster train")
-    config = from_yaml((directory / "config.yaml").read_text())
+    files = RunFiles(directory)
+    config = from_yaml(files.read(CONFIG))
     problem = build_problem(config)
     core = build_core(config, problem, directory)
     wire = Codec(build_wire(config), core.update.layout.size, problem.dtype)
-    arrivals, members = _records(directory / "trace.jsonl"), _records(directory / "members.jsonl")
-    terms = _records(directory / "terms.jsonl")
-    last_use = {record["gradient_version"]: index for index, record in enumerate(arrivals)}
+    arrivals, members, terms = files.arrivals(), files.members(), files.terms()
+    last_use = {arrival.gradient_version: index for index, arrival in enumerate(arrivals)}
     iterates = {0: core.snapshot.iterate}
     next_member = 0
-    last: Computed | None = None  # the last accepted arrival
+    last: _Computed | None = None  # the last accepted arrival
     slots: dict[int, int] = {}
     problems = {config.problem.batch: problem}  # by the number of rows of a gradient
     torch.set_num_threads(config.cluster.threads)  # as the workers; the bits depend on it
-    for index, record in enumerate(arrivals):
-        while next_member < len(members) and members[next_member]["pushes"] <= index:
+    for index, arrival in enumerate(arrivals):
+        while next_member < len(members) and members[next_member].pushes <= index:
             torch.set_num_threads(config.server.compute_threads)  # a departure may complete a round
-            _member(core, members[next_member])
+            _apply(core, members[next_member])
             torch.set_num_threads(config.cluster.threads)
-            slots[members[next_member]["worker"]] = members[next_member]["slot"]
+            slots[members[next_member].worker] = members[next_member].slot
             iterates.setdefault(core.version, core.snapshot.iterate)
             next_member += 1
-        core.enter_term([term["version"] for term in terms[: 1 + _serving_term(terms, index)]])
-        worker, sequence, version = record["worker"], record["sequence"], record["gradient_version"]
-        named = record.get("lost_version", version)
-        if record["verdict"] == "invalid":
-            core.push(worker, sequence, named, torch.empty(0), record["term"])
+        core.enter_term([term.version for term in terms[: 1 + _serving_term(terms, index)]])
+        worker, sequence, version = arrival.worker, arrival.sequence, arrival.gradient_version
+        named = version if arrival.lost_version is None else arrival.lost_version
+        accepted = arrival.verdict is Verdict.ACCEPTED
+        if arrival.verdict is Verdict.INVALID:
+            core.push(worker, sequence, named, torch.empty(0), arrival.term)
             continue
-        before, loss = core.version, record["loss"]
+        before, loss = core.version, arrival.loss
         gradient = torch.empty(0)
-        if record["verdict"] == "accepted" and version not in iterates:
+        if accepted and version not in iterates:
             what = "is not made yet" if version > core.version else "was used for the last time before"
             return Outcome(False, before, index, f"arrival {index} was computed at version {version}, which {what}")
-        if record["verdict"] == "accepted" or version in iterates:
+        if accepted or version in iterates:
             iterate = wire.decode_iterate(wire.encode_iterate(iterates[version]))
             rows = rows_of(config, slots.get(worker, 0))
             if rows not in problems:
@@ -73,54 +88,79 @@ def replay(directory: Path) -> Outcome:
                 problems[rows].bind(core.update.layout)
             gradient, loss = problems[rows].gradient(iterate, config.run.seed, worker, sequence)
             gradient = wire.encode_gradient(gradient)
-            computed = Computed(problems[rows], iterates[version], version, worker, sequence)
-            last = computed if record["verdict"] == "accepted" else last
+            computed = _Computed(problems[rows], iterates[version], version, worker, sequence)
+            last = computed if accepted else last
         torch.set_num_threads(config.server.compute_threads)
-        receipt = core.push(worker, sequence, named, gradient, record["term"], record["compute_seconds"])
+        receipt = core.push(worker, sequence, named, gradient, arrival.term, arrival.compute_seconds)
         torch.set_num_threads(config.cluster.threads)
-        told = (record["verdict"], record["delay"], record["version"])
-        if (receipt.verdict.value, receipt.delay, receipt.version) != told:
-            return Outcome(False, core.version, index, f"arrival {index} was {told}, the replay says {tuple(receipt)}")
-        if "lost_version" not in record and record["loss"] is not None and record["loss"] != loss:
+        recorded = (arrival.verdict.value, arrival.delay, arrival.version)
+        if (receipt.verdict.value, receipt.delay, receipt.version) != recorded:
+            message = f"arrival {index} was {recorded}, the replay says {tuple(receipt)}"
+            return Outcome(False, core.version, index, message)
+        if arrival.lost_version is None and arrival.loss is not None and arrival.loss != loss:
             return Outcome(
                 False, before, index,
-                f"the loss at version {version} (arrival {index}) was {record['loss']!r}, the replay says {loss!r}: "
-                f"the iterates differ from update {version} on{why_different(config, wire, computed)}",
+                f"the loss at version {version} (arrival {index}) was {arrival.loss!r}, the replay says {loss!r}: "
+                f"the iterates differ from update {version} on{_why_different(config, wire, computed)}",
             )  # fmt: skip
         iterates.setdefault(core.version, core.snapshot.iterate)
         for old in [v for v in (version, before) if last_use.get(v, -1) <= index and v != core.version]:
             iterates.pop(old, None)
     torch.set_num_threads(config.server.compute_threads)
     for member in members[next_member:]:
-        _member(core, member)
-    final, version = weights.read(directory / "final.safetensors")
+        _apply(core, member)
+    final, final_version = weights.read(directory / FINAL)
     views = core.update.layout.views(core.snapshot.iterate)
-    if core.version != version:
+    if core.version != final_version:
         return Outcome(False, core.version, len(arrivals), "the numbers of updates differ")
     different = [name for name, view in views.items() if name not in final or not torch.equal(final[name], view)]
     if different:
-        why = why_different(config, wire, last) if last else ""
+        why = _why_different(config, wire, last) if last else ""
         return Outcome(False, core.version, len(arrivals), f"the final iterate differs in {', '.join(different)}{why}")
     return Outcome(True, core.version, len(arrivals), "the same bits")
 
 
-def _serving_term(terms: list[dict[str, Any]], index: int) -> int:
-    """The term in which the arrival of this index was judged: the last that had begun, of those that go on to it."""
-    return max(t for t, term in enumerate(terms) if term["pushes"] <= index)
+def _serving_term(terms: list[Term], index: int) -> int:
+    """The term that judged the arrival of this index: the last that had begun by then."""
+    return max(number for number, term in enumerate(terms) if term.pushes <= index)
 
 
-def _member(core: Any, record: dict[str, Any]) -> None:
-    if record["event"] == "join":
-        core.join(record["worker"])
+def _apply(core: ServerCore, member: Member) -> None:
+    if member.event == "join":
+        core.join(member.worker)
     else:
-        core.leave(record["worker"])
+        core.leave(member.worker)
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    records = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not JSON: the file is damaged or still being written") from error
-    return records
+def _why_different(config: Config, wire: Codec, computed: _Computed) -> str:
+    """Why a replay may find other bits: the gradient, or the factory, does not repeat. Empty if both repeat."""
+    torch.set_num_threads(config.cluster.threads)  # as the workers
+    return _gradient_twice(config, wire, computed) + _factory_twice(config, computed.problem)
+
+
+def _gradient_twice(config: Config, wire: Codec, computed: _Computed) -> str:
+    problem, _, version, worker, sequence = computed
+    iterate = wire.decode_iterate(wire.encode_iterate(computed.iterate))
+    first, first_loss = problem.gradient(iterate, config.run.seed, worker, sequence)
+    first = first.detach().clone()
+    second, second_loss = problem.gradient(iterate, config.run.seed, worker, sequence)
+    if first_loss == second_loss and torch.equal(first, second):
+        return ""
+    gave = f"{float(first_loss)!r} and {float(second_loss)!r}"
+    if first_loss == second_loss:
+        gave = f"the same loss {float(first_loss)!r} and two different gradients"
+    return (
+        f"; the gradient is not a function of its arguments: computed twice at version {version} for worker {worker}, "
+        f"sequence {sequence}, it gave {gave}"
+    )
+
+
+def _factory_twice(config: Config, problem: Problem) -> str:
+    if config.problem.name != "python":
+        return ""
+    other = build_problem(config)
+    build_layout(config, other)
+    same_start = torch.equal(problem.initial(config.run.seed), other.initial(config.run.seed))
+    if same_start and getattr(problem, "data_fingerprint", "") == getattr(other, "data_fingerprint", ""):
+        return ""
+    return f"; the factory {config.problem.target} gives other weights each time it is called"

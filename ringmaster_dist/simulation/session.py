@@ -15,11 +15,13 @@ from ringmaster_dist.config.build import build_core, build_problem
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
-from ringmaster_dist.observe.divergence import Divergence, finite
-from ringmaster_dist.observe.logger import Logger
-from ringmaster_dist.observe.metrics import SMOOTHING
+from ringmaster_dist.observe.divergence import Divergence
+from ringmaster_dist.observe.loggers import Logger
+from ringmaster_dist.observe.measures import smoothed_loss
+from ringmaster_dist.observe.metrics import summarize
+from ringmaster_dist.observe.records import MetricsRow, Summary, WorkerSummary
 from ringmaster_dist.observe.run_directory import RowWriter, RunDirectory, TraceWriter
-from ringmaster_dist.observe.summary import summarize
+from ringmaster_dist.observe.run_files import METRICS, THRESHOLDS
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.protocol import Receipt
 from ringmaster_dist.server.core import ServerCore
@@ -49,7 +51,6 @@ class Recorder:
         self.train_loss: float | None = None  # smoothed
         self._every, self._next_evaluation = config.eval.every, 0
         self._value: dict[str, float] = {}
-        self.rows: list[dict[str, Any]] = []
         self.divergence, self._eta = Divergence(problem.objective), config.method.eta
 
     def arrival(
@@ -58,8 +59,7 @@ class Recorder:
     ) -> None:  # fmt: skip
         self._note_changes(time)
         if loss is not None:
-            before = loss if self.train_loss is None else self.train_loss
-            self.train_loss = before + SMOOTHING * (loss - before)
+            self.train_loss = smoothed_loss(self.train_loss, loss)
         if self._trace is not None:
             self._trace.arrival(time, worker, sequence, gradient_version, receipt, loss, compute_seconds)
         self._arrivals += 1
@@ -78,21 +78,20 @@ class Recorder:
         if due:
             self._next_evaluation = core.version + self._every
             self._value = self._problem.evaluate(core.snapshot.iterate)
-        row = {
-            **(finite(self._value) if due else {}),  # first: a name of the user's may be one of ours
-            "time": time,
-            "version": core.version,
-            **({"evaluation": finite(self._value)} if due and self._value else {}),
-            **({"threshold": threshold} if math.isfinite(threshold := core.method.threshold(core.version)) else {}),
-            "accepted": core.accepted,
-            "stale": core.stale,
-            "invalid": core.invalid,
-        }
-        if self.divergence.look(self._value if due else {}, self.train_loss, core.accepted):
+        evaluation, threshold = self._value if due else {}, core.method.threshold(core.version)
+        if self.divergence.look(evaluation, self.train_loss, core.accepted):
             log.warning("simulation v=%d: %s", core.version, self.divergence.words(self._eta))
-        row["diverged"] = self.divergence.diverged
-        self.rows.append(row)
-        self._metrics.write(row)
+        row = MetricsRow(
+            time=time,
+            version=core.version,
+            evaluation=dict(evaluation),
+            threshold=threshold if math.isfinite(threshold) else None,
+            accepted=core.accepted,
+            stale=core.stale,
+            invalid=core.invalid,
+            diverged=self.divergence.diverged,
+        )
+        self._metrics.write(row.to_json())
         self._logger.row(row)
         self._report(time, core.version)
 
@@ -145,16 +144,16 @@ def simulate(
     should_stop: Callable[[], bool] = lambda: False,
     logger: Logger | None = None,
     make_core: Callable[[Config, Problem, Path], ServerCore] = build_core,
-) -> dict[str, Any]:
-    """Plays the run, writes its files, returns the summary. ``should_stop`` is asked between two arrivals."""
+) -> Summary:
+    """Plays the run, writes its files and returns the summary. ``should_stop`` is asked between two arrivals."""
     began = time.perf_counter()
     problem = build_problem(config)
     core = make_core(config, problem, directory.path)
     speeds = build_speeds(config)
     engine = choose_engine(config, problem, speeds)
     trace = directory.open_trace() if config.run.trace else None
-    metrics = directory.open_rows("metrics.jsonl")
-    changes = directory.open_rows("thresholds.jsonl") if config.method.threshold == "auto" else None
+    metrics = directory.open_rows(METRICS)
+    changes = directory.open_rows(THRESHOLDS) if config.method.threshold == "auto" else None
     recorder = Recorder(core, problem, config, metrics, changes, trace, progress, logger or Logger())
     stuck = _Stuck(core)
     simulator = _simulator(engine, config, core, problem, speeds, recorder, lambda: should_stop() or stuck.look())
@@ -178,10 +177,9 @@ def simulate(
     evaluation = evaluate_at_the_end(problem, iterate) if at_the_end else problem.evaluate(iterate)
     recorder.divergence.look(evaluation, recorder.train_loss, core.accepted)
     summary = _summary(config, evaluation, core, speeds, simulator, engine, ended, time.perf_counter() - began)
-    summary["diverged"] = recorder.divergence.diverged
-    summary["evaluated_on"] = evaluated_on(problem, at_the_end=at_the_end)
+    summary.diverged, summary.evaluated_on = recorder.divergence.diverged, evaluated_on(problem, at_the_end=at_the_end)
     directory.write_summary(summary)
-    return {**summary, "initial": recorder.rows[0].get(problem.objective, math.nan)}
+    return summary
 
 
 class _Stuck:
@@ -227,15 +225,15 @@ def _simulator(
 def _summary(
     config: Config, evaluation: dict[str, float], core: ServerCore, speeds: Speeds, simulator: Simulator, engine: str,
     ended: str, wall_seconds: float,
-) -> dict[str, Any]:  # fmt: skip
+) -> Summary:  # fmt: skip
     busy = np.flatnonzero(simulator.used_seconds + simulator.wasted_seconds)
     workers = {
-        worker: {
-            "base_seconds": float(speeds.base[worker]),
-            "interrupted": int(simulator.interrupted[worker]),
-            "used_seconds": float(simulator.used_seconds[worker]),
-            "wasted_seconds": float(simulator.wasted_seconds[worker]),
-        }
+        worker: WorkerSummary(
+            base_seconds=float(speeds.base[worker]),
+            interrupted=int(simulator.interrupted[worker]),
+            used_seconds=float(simulator.used_seconds[worker]),
+            wasted_seconds=float(simulator.wasted_seconds[worker]),
+        )
         for worker in busy.tolist()
     }
     return summarize(

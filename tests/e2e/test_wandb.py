@@ -11,7 +11,9 @@ import threading
 
 import pytest
 
-from ringmaster_dist.observe.wandb_logger import WandbLogger, WandbSettings
+from ringmaster_dist.config.schema import LoggerConfig
+from ringmaster_dist.observe.loggers import WandbLogger
+from ringmaster_dist.observe.records import MetricsRow, Summary
 from tests.distributed.processes import LONG, Run, alive, check_finished, until
 from tests.e2e.wandb_file import history, only, records
 
@@ -124,10 +126,10 @@ def test_a_multirun_is_a_group(tmp_path):
 def test_a_wandb_that_hangs_costs_rows_and_nothing_else(tmp_path, monkeypatch, caplog):
     hanging = threading.Event()
     monkeypatch.setattr(WandbLogger, "_open", lambda self: hanging.wait())
-    logger = WandbLogger(tmp_path, WandbSettings(offline=True, project="p", finish_seconds=0.2), {})
+    logger = WandbLogger(tmp_path, LoggerConfig("wandb_offline", finish_seconds=0.2), {})
     for version in range(1000):
-        logger.row({"version": version})
-    logger.close({})
+        logger.row(MetricsRow(float(version), version))
+    logger.close(Summary())
     assert "not taken everything" in caplog.text
     assert "too slow for" in caplog.text
     hanging.set()
@@ -151,7 +153,7 @@ def test_a_full_disk_or_a_dead_wandb_do_not_stop_the_run(tmp_path):
 
 def test_nowhere_to_write(tmp_path, caplog):
     (tmp_path / "wandb.id").mkdir()
-    logger = WandbLogger(tmp_path, WandbSettings(offline=True, project="p", finish_seconds=20), {})
-    logger.row({"version": 1})
-    logger.close({})
-    assert "training goes on without it" in caplog.text
+    logger = WandbLogger(tmp_path, LoggerConfig("wandb_offline", finish_seconds=20), {})
+    logger.row(MetricsRow(1.0, 1))
+    logger.close(Summary())
+    assert "training continues without it" in caplog.text

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from ringmaster_dist.observe.divergence import Divergence, finite
+from ringmaster_dist.observe.divergence import Divergence
+from ringmaster_dist.observe.records import finite
 
 
 @pytest.mark.parametrize(

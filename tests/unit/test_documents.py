@@ -109,9 +109,10 @@ def test_the_problem_runs_by_its_name(tmp_path, monkeypatch):
         "problem=python", "problem.target=fit_of_the_documents:factory", "method=ringmaster", "method.eta=0.05",
         "cluster.workers=4", "budget.updates=100", "budget.seconds=null",
     ])  # fmt: skip
-    summary = simulate(config, RunDirectory(str(tmp_path / "run"), name="x"))
-    assert summary["updates"] == 100
-    assert summary["final_loss"] < 0.5 * summary["initial"]
+    directory = RunDirectory(str(tmp_path / "run"), name="x")
+    summary = simulate(config, directory)
+    assert summary.updates == 100
+    assert summary.evaluation["loss"] < 0.5 * directory.metrics()[0].evaluation["loss"]
 
 
 def test_the_method_waits_for_its_quorum():

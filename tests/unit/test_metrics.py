@@ -34,7 +34,9 @@ def measured():
 
 def test_a_row_has_every_figure(measured):
     stage, metrics = measured
-    row = metrics.row(stage.service, {"gap": 0.5}, {"pipes": 3, "received": 7, "sent": 8, "refused": 9})
+    row = metrics.row(
+        stage.service.measure(), {"gap": 0.5}, {"pipes": 3, "received": 7, "sent": 8, "refused": 9}
+    ).to_json()
     expected = {
         "time": 4.0, "version": 3, "gap": 0.5, "accepted_loss": 2.0, "accepted": 3, "stale": 1, "invalid": 0,
         "interrupted": 1, "workers": 2, "updates_per_second": 0.75, "gradients_per_second": 1.0, "delay_mean": 0.75,
@@ -57,9 +59,9 @@ def test_a_row_has_every_figure(measured):
 
 def test_rates_and_delays_are_those_since_the_last_row(measured):
     stage, metrics = measured
-    metrics.row(stage.service, {}, COUNTS)
+    metrics.row(stage.service.measure(), {}, COUNTS)
     stage.wait(2.0)
-    row = metrics.row(stage.service, {}, COUNTS)
+    row = metrics.row(stage.service.measure(), {}, COUNTS).to_json()
     assert (row["updates_per_second"], row["gradients_per_second"]) == (0.0, 0.0)
     assert "delay_mean" not in row
     assert "gradient_norm" not in row
@@ -70,14 +72,14 @@ def test_a_loss_that_is_no_number_does_not_spoil_the_rest(measured):
     session = stage.session()
     stage.service.push(session, Push(0, 3, torch.ones(6), math.nan, 0.1))
     stage.service.compute()
-    row = metrics.row(stage.service, {}, COUNTS)
+    row = metrics.row(stage.service.measure(), {}, COUNTS).to_json()
     assert row["accepted"] == 4
     assert math.isfinite(row["train_loss"])
 
 
 def test_the_page_of_metrics_lists_them_all(measured):
     stage, metrics = measured
-    row = metrics.row(stage.service, {"gap": 0.5, "loss": 1.0, "bits_per_byte": 1.0}, COUNTS)
+    row = metrics.row(stage.service.measure(), {"gap": 0.5, "loss": 1.0, "bits_per_byte": 1.0}, COUNTS).to_json()
     text = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
     listed = {
         name

@@ -9,8 +9,8 @@ import torch
 from ringmaster_dist.cli.main import main
 from ringmaster_dist.config.build import build_layout, build_problem
 from ringmaster_dist.config.compose import load
-from ringmaster_dist.observe.recording import Recording
-from ringmaster_dist.observe.view import view
+from ringmaster_dist.observe.page_data import page_data
+from ringmaster_dist.observe.run_files import Recording
 
 HEAD = """
 import random, torch
@@ -168,7 +168,7 @@ def test_any_name_and_number_of_an_evaluation_is_shown(command, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert (rows[0]["version"], rows[0]["time"], rows[0]["accepted"]) == (0, 0.0, 0)
     assert rows[0]["evaluation"] == {"[/x] y": 1.0, "time": 7.0, "version": None, "f1[macro]": 0.5, "accepted": -1.0}
-    totals = view([Recording(tmp_path / "run")])["runs"][0]["totals"]
+    totals = page_data([Recording(tmp_path / "run")])["runs"][0]["totals"]
     assert totals["evaluation"] == {"[/x] y": 1.0, "time": 7.0, "f1[macro]": 0.5, "accepted": -1.0}
 
 

@@ -7,12 +7,10 @@ import pytest
 
 from ringmaster_dist.config.compose import compose
 from ringmaster_dist.config.describe import annotated
-from ringmaster_dist.observe import trace as traces
-from ringmaster_dist.observe.page import page
-from ringmaster_dist.observe.recording import Recording
-from ringmaster_dist.observe.report import write_report
-from ringmaster_dist.observe.run_directory import RunDirectoryError
-from ringmaster_dist.observe.view import labels, view
+from ringmaster_dist.observe import run_files
+from ringmaster_dist.observe.page_data import labels, page_data
+from ringmaster_dist.observe.report import page, write_report
+from ringmaster_dist.observe.run_files import Recording, RunDirectoryError
 
 # Worker 0 is quick; worker 1 is stopped once and is late once; worker 2 sends nonsense.
 ARRIVALS = [
@@ -43,7 +41,7 @@ def make(directory, *overrides, arrivals=ARRIVALS, metrics=(), summary=None, nam
 
 
 def test_every_figure_of_a_small_run(tmp_path):
-    (run,) = view([Recording(make(tmp_path / "run"))])["runs"]
+    (run,) = page_data([Recording(make(tmp_path / "run"))])["runs"]
     totals = run["totals"]
     assert [totals[key] for key in ("updates", "accepted", "stale", "invalid", "interrupted")] == [4, 4, 1, 1, 1]
     assert totals["wasted_fraction"] == pytest.approx(3.5 / (4.75 + 3.5))
@@ -63,7 +61,7 @@ def test_every_figure_of_a_small_run(tmp_path):
 
 
 def test_the_timeline_adds_up(tmp_path):
-    shown = view([Recording(make(tmp_path / "run"))])
+    shown = page_data([Recording(make(tmp_path / "run"))])
     kinds, timeline = shown["kinds"], shown["runs"][0]["timeline"]
     width = timeline["seconds"] / len(timeline["shares"][0][0])
     seconds = [
@@ -81,7 +79,7 @@ def test_the_timeline_adds_up(tmp_path):
 
 def test_tokens_follow_each_worker_s_rows(tmp_path):
     overrides = ["problem=nanochat", "cluster.batch=[8,2]", "model.sequence_len=10"]
-    (run,) = view([Recording(make(tmp_path / "run", *overrides))])["runs"]
+    (run,) = page_data([Recording(make(tmp_path / "run", *overrides))])["runs"]
     assert run["training"]["tokens"] == [80, 160, 240, 260]
     assert run["totals"]["tokens"] == 260
 
@@ -96,8 +94,8 @@ def test_runs_are_named_by_what_differs(tmp_path):
     assert [text.partition(":")[0] for text in labels([Recording(a), Recording(c)])] == ["a", "c"]
 
 
-def test_a_trace_is_read_on_and_read_anew_when_it_was_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(traces, "_BLOCK_BYTES", 300)  # lines lie across blocks
+def test_a_trace_is_read_further_and_from_the_start_when_it_was_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files, "_BLOCK_BYTES", 300)  # lines lie across blocks
     directory = make(tmp_path / "run")
     path = directory / "trace.jsonl"
     whole = path.read_text()
@@ -105,10 +103,10 @@ def test_a_trace_is_read_on_and_read_anew_when_it_was_cut(tmp_path, monkeypatch)
     recording = Recording(directory)
     assert recording.trace["time"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     path.write_text(whole + line(7.0, 0, 3, 4, 0, "accepted", 1.0, 1.0))
-    recording.look()
+    recording.refresh()
     assert recording.trace["time"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     path.write_text(whole.splitlines(keepends=True)[0])
-    recording.look()
+    recording.refresh()
     assert recording.trace["verdict"].tolist() == [0]
 
 
@@ -126,7 +124,7 @@ def test_it_says_how_a_run_stands(tmp_path):
 def test_a_run_without_a_trace_shows_what_was_measured(tmp_path):
     rows = [{"time": float(t), "version": 10 * t, "gap": 5.0 - t, "accepted": 10 * t, "stale": t, "invalid": 0}
             for t in range(4)]  # fmt: skip
-    (run,) = view([Recording(make(tmp_path / "run", arrivals=[], metrics=rows))])["runs"]
+    (run,) = page_data([Recording(make(tmp_path / "run", arrivals=[], metrics=rows))])["runs"]
     assert run["objective"] == "gap"
     assert run["evaluation"]["value"] == [5.0, 4.0, 3.0, 2.0]
     assert run["over_time"]["accepted"] == pytest.approx([10 / 11] * 3)
@@ -144,8 +142,8 @@ def test_a_run_without_a_trace_shows_what_was_measured(tmp_path):
         ({"config.yaml": True}, "nothing to show yet"),
         ({"config.yaml": True, "trace.jsonl": "", "metrics.jsonl": ""}, "nothing to show yet"),
         ({"config.yaml": True, "trace.jsonl": '{"time": 1.0, "wor'}, "nothing to show yet"),
-        ({"config.yaml": True, "trace.jsonl": "hello\n"}, "not of a trace"),
-        ({"config.yaml": True, "trace.jsonl": '{"epoch": 3}\n'}, "not of a trace"),
+        ({"config.yaml": True, "trace.jsonl": "hello\n"}, "line 1 is not JSON"),
+        ({"config.yaml": True, "trace.jsonl": '{"epoch": 3}\n'}, "line 1 is not a record"),
         ({"config.yaml": True, "trace.jsonl": line(1.0, 0, 0, 0, 0, "maybe", 1.0, 1.0)}, '\'{"time": 1.0'),
     ],
 )
@@ -163,14 +161,14 @@ def test_what_cannot_be_shown_is_told_in_one_line(files, words, tmp_path):
 
 def test_a_long_run_gives_a_small_page(tmp_path):
     many = [(0.01 * i, i % 7, i // 7, i, i % 5, "accepted", 1.0 + 1.0 / (i + 1), 0.06) for i in range(60_000)]
-    text = page(view([Recording(make(tmp_path / "run", arrivals=many))]))
+    text = page(page_data([Recording(make(tmp_path / "run", arrivals=many))]))
     assert len(text) < 200_000
     assert "60000" in text
 
 
 def test_nothing_in_a_run_can_break_out_of_the_page(tmp_path):
     directory = make(tmp_path / "run<script>alert(1)<", "data.path='</script><b>'", "problem=nanochat", "data=text")
-    text = page(view([Recording(directory)]))
+    text = page(page_data([Recording(directory)]))
     assert text.count("<script") == 2
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in text

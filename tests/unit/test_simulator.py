@@ -75,10 +75,10 @@ def test_same_as_transcription(method, profile, interrupt, engine, tmp_path):
     ours = [(r["time"], r["worker"], r["gradient_version"], r["version"], r["verdict"]) for r in records]
     assert ours == events
     assert len(events) > 15
-    assert summary["interrupted"] == interrupted
+    assert summary.interrupted == interrupted
     minimizer = np.arange(1, 61) / 61 - 1
     error = np.diff(iterate - minimizer, prepend=0, append=0)
-    assert summary["final_gap"] == pytest.approx(error @ error / 8, rel=1e-9)
+    assert summary.evaluation["gap"] == pytest.approx(error @ error / 8, rel=1e-9)
 
 
 def test_no_accepted_delay_reaches_the_threshold(tmp_path):
@@ -90,7 +90,7 @@ def test_no_accepted_delay_reaches_the_threshold(tmp_path):
     stale = [r["delay"] for r in records if r["verdict"] == "stale"]
     assert max(accepted) == 2
     assert min(stale) >= 3
-    assert len(stale) == summary["stale"] > 0
+    assert len(stale) == summary.stale > 0
 
 
 MAKERS = {

@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from ringmaster_dist.cli.main import main
-from ringmaster_dist.observe.page import page
+from ringmaster_dist.observe.report import page
 from ringmaster_dist.observe.watch import Watcher
 from tests.unit.test_report import line, make
 

@@ -1,8 +1,8 @@
-"""wandb, from the server's process: one run, the rows of metrics.jsonl, delay histograms, workers, samples, weights.
+"""Loggers: what else gets the rows and the summary of a run. The one there is writes to wandb.
 
 Everything that touches wandb happens in one thread behind a queue of limited length. If wandb hangs, the queue fills
-and rows are dropped; if it fails, it is tried offline, and if that fails too it is let go. Training never waits for it.
-The id of the wandb run lies in the run directory: a server that is started again goes on with the same one.
+and rows are dropped. If it fails, it is tried offline, and if that fails too, the run continues without it. Training
+never waits for wandb. The id of the wandb run is in the run directory, so a restarted server continues the same one.
 """
 
 from __future__ import annotations
@@ -15,31 +15,55 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from ringmaster_dist.observe.logger import Logger
+import yaml
+
+from ringmaster_dist.observe.records import MetricsRow, Summary
 from ringmaster_dist.observe.wandb_names import AXES, flattened, histogram, worker_rows
 
 log = logging.getLogger(__name__)
 
 _QUEUED = 256
-_MOST_FAILURES = 5  # in a row; then it is let go
-ID_FILE = "wandb.id"
+_MOST_FAILURES = 5  # in a row, before the run continues without wandb
+_ID_FILE = "wandb.id"
 
 
-@dataclass(frozen=True)
-class WandbSettings:
-    offline: bool
+class Logger:
+    """Gets what the server measures, and keeps none of it. None of these calls block or raise."""
+
+    def row(self, row: MetricsRow) -> None:
+        """A row of metrics.jsonl."""
+
+    def text(self, text: str) -> None:
+        """A sample of what a model writes."""
+
+    def file(self, path: Path, kind: str) -> None:
+        """A checkpoint, or the final weights."""
+
+    def close(self, summary: Summary) -> None:
+        """The end of the run. Waits a while for what is on its way, and no longer."""
+
+
+class WandbSettings(Protocol):
+    """The section ``logger`` of the configuration."""
+
+    name: str
     project: str
-    entity: str | None = None
-    group: str | None = None
-    run_name: str | None = None
-    tags: list[str] = field(default_factory=list)
-    artifacts: bool = False
-    init_seconds: float = 30.0
-    finish_seconds: float = 30.0
+    entity: str | None
+    group: str | None
+    run_name: str | None
+    tags: list[str]
+    artifacts: bool
+    init_seconds: float
+    finish_seconds: float
+
+
+def open_logger(settings: WandbSettings, directory: Path, config_text: str) -> Logger:
+    if settings.name == "none":
+        return Logger()
+    return WandbLogger(directory, settings, yaml.safe_load(config_text))
 
 
 class WandbLogger(Logger):
@@ -47,30 +71,30 @@ class WandbLogger(Logger):
         self._directory, self._settings, self._config = directory, settings, dict(config)
         self._queue: queue.Queue[Callable[[Any], None] | None] = queue.Queue(_QUEUED)
         self._dropped = 0
-        self._last_row: Mapping[str, Any] = {}
+        self._version = 0  # of the newest row
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
-    def row(self, row: Mapping[str, Any]) -> None:
-        self._last_row = row
-        self._put(lambda run: _log_row(run, row))
+    def row(self, row: MetricsRow) -> None:
+        self._version = row.version
+        self._put(lambda run: _log_row(run, row.to_json()))
 
     def text(self, text: str) -> None:
-        self._put(lambda run: _log_text(run, text, self._last_row))
+        self._put(lambda run: _log_text(run, text, self._version))
 
     def file(self, path: Path, kind: str) -> None:
         if self._settings.artifacts:
             self._put(lambda run: _log_file(run, path, kind))
 
-    def close(self, summary: Mapping[str, Any]) -> None:
+    def close(self, summary: Summary) -> None:
         deadline = time.monotonic() + self._settings.finish_seconds
         if self._thread.is_alive():
-            self._put(lambda run: _log_end(run, summary, self._last_row))
+            self._put(lambda run: _log_end(run, summary, self._version))
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=self._settings.finish_seconds)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("wandb has not taken everything within %g s: left behind", self._settings.finish_seconds)
+            log.warning("wandb has not taken everything within %g s: the rest is lost", self._settings.finish_seconds)
         if self._dropped:
             log.warning("wandb was too slow for %d of its rows; metrics.jsonl has them all", self._dropped)
 
@@ -85,8 +109,8 @@ class WandbLogger(Logger):
     def _work(self) -> None:
         try:
             run = self._open()
-        except BaseException as error:  # wandb raises what it likes; none of it is the run's business
-            log.warning("no wandb (%s): training goes on without it", _first_line(error))
+        except BaseException as error:  # whatever wandb raises must not end the run
+            log.warning("no wandb (%s): training continues without it", _first_line(error))
             return
         failures = 0
         while (item := self._queue.get()) is not None:
@@ -97,14 +121,14 @@ class WandbLogger(Logger):
                 failures += 1
                 log.warning("wandb did not take something (%s)", _first_line(error))
                 if failures >= _MOST_FAILURES:
-                    log.warning("wandb failed %d times in a row: training goes on without it", failures)
+                    log.warning("wandb failed %d times in a row: training continues without it", failures)
                     return
         with contextlib.suppress(Exception):
             run.finish()
 
     def _open(self) -> Any:
         os.environ.setdefault("WANDB_SILENT", "true")  # the terminal belongs to the run
-        if self._settings.offline:
+        if self._settings.name == "wandb_offline":
             return self._init("offline")
         import wandb
 
@@ -114,7 +138,7 @@ class WandbLogger(Logger):
             return self._init("online")
         except Exception as error:
             with contextlib.suppress(Exception):
-                wandb.teardown()  # what is left of the attempt would keep the id to itself
+                wandb.teardown()  # otherwise the failed attempt would keep the id in use
             run = self._init("offline")
             log.warning(
                 "wandb cannot be reached (%s): the run is kept offline; upload it later with: wandb sync %s",
@@ -139,26 +163,25 @@ class WandbLogger(Logger):
         return run
 
     def _id(self) -> str:
-        path = self._directory / ID_FILE
+        path = self._directory / _ID_FILE
         if not path.exists():
-            temporary = path.with_name(f".{ID_FILE}")
+            temporary = path.with_name(f".{_ID_FILE}")
             temporary.write_text(secrets.token_hex(4))
             temporary.replace(path)
         return path.read_text().strip()
 
 
 def has_key() -> bool:
-    """Whether wandb knows who this is. Does not ask anybody."""
+    """Whether wandb has an API key. It asks nobody for one."""
     import wandb
 
     try:
         return bool(wandb.login(prompt=False))
-    except TypeError:  # of an earlier wandb
+    except TypeError:  # an older wandb
         return bool(wandb.api.api_key)
 
 
 def _log_row(run: Any, row: Mapping[str, Any]) -> None:
-
     values: dict[str, Any] = flattened(row)
     if row.get("delay_histogram"):
         values["staleness/delays"] = _histogram(row["delay_histogram"])
@@ -173,10 +196,9 @@ def _histogram(pairs: Any) -> Any:
     return wandb.Histogram(np_histogram=(np.array(counts), np.array(edges)))
 
 
-def _log_text(run: Any, text: str, row: Mapping[str, Any]) -> None:
+def _log_text(run: Any, text: str, version: int) -> None:
     import wandb
 
-    version = row.get("version", 0)
     run.log({"version": version, "progress/sample": wandb.Table(columns=["version", "text"], data=[[version, text]])})
 
 
@@ -188,12 +210,13 @@ def _log_file(run: Any, path: Path, kind: str) -> None:
     run.log_artifact(artifact)
 
 
-def _log_end(run: Any, summary: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+def _log_end(run: Any, summary: Summary, version: int) -> None:
     import wandb
 
-    columns, data = worker_rows(summary.get("per_worker", {}))
-    run.log({"version": row.get("version", 0), "workers/table": wandb.Table(columns=list(columns), data=data)})
-    for key, value in summary.items():
+    values = summary.to_json()
+    columns, data = worker_rows(values["per_worker"])
+    run.log({"version": version, "workers/table": wandb.Table(columns=list(columns), data=data)})
+    for key, value in values.items():
         if isinstance(value, int | float | str):
             run.summary[f"final/{key}"] = value
 

@@ -1,16 +1,27 @@
-"""What there is to see of one or several runs, as plain values for JSON: the report and the live page draw the same."""
+"""What the page and the figures show of one or several runs, as plain values for JSON.
+
+The report and the page of `watch` draw the same values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ringmaster_dist.observe import curves
-from ringmaster_dist.observe.recording import Recording
+from ringmaster_dist.observe.measures import (
+    ACCEPTED,
+    delay_parts,
+    mean_compute_seconds,
+    per_second,
+    share_of,
+    wasted_fraction,
+)
+from ringmaster_dist.observe.records import VERDICTS, WorkerRow, WorkerSummary
+from ringmaster_dist.observe.run_files import Recording
 from ringmaster_dist.observe.timeline import KINDS, timelines
-from ringmaster_dist.observe.trace import VERDICTS
 
 _LISTED_WORKERS = 64
 _LABEL_KEYS = 4
@@ -19,8 +30,8 @@ _OF_SOME_METHODS = ("method.threshold", "method.batch")
 _UNINTERESTING = ("run.dir", "run.overwrite", "run.samples", "run.trace", "run.report")
 
 
-def view(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """Everything the figures and the page show."""
+def page_data(recordings: Sequence[Recording]) -> dict[str, Any]:
+    """Everything that the figures and the page show."""
     return {
         "kinds": KINDS,
         "runs": [_run(r, label) for r, label in zip(recordings, labels(recordings), strict=True)],
@@ -28,7 +39,7 @@ def view(recordings: Sequence[Recording]) -> dict[str, Any]:
 
 
 def labels(recordings: Sequence[Recording]) -> list[str]:
-    """The configuration keys in which the runs differ; their directories' names where that does not tell them apart."""
+    """Names each run by the keys in which the configurations differ, or by its directory if none do."""
     names = [recording.directory.resolve().name for recording in recordings]
     if len(recordings) == 1:
         return names
@@ -76,7 +87,7 @@ def _run(recording: Recording, label: str) -> dict[str, Any]:
         "evaluation": evaluation,
         "training": curves.training_loss(recording, tokens),
         "over_time": curves.over_time(recording),
-        "delays": {**curves.delay_histogram(recording), "parts": curves.delay_parts(recording)},
+        "delays": {**curves.delay_histogram(recording), "parts": delay_parts(recording.trace)},
         "workers": workers[:_LISTED_WORKERS],
         "workers_omitted": max(0, len(workers) - _LISTED_WORKERS),
         "timeline": timelines(recording),
@@ -85,44 +96,43 @@ def _run(recording: Recording, label: str) -> dict[str, Any]:
 
 def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndarray | None) -> dict[str, Any]:
     trace, summary = recording.trace, recording.summary
-    last = recording.metrics[-1] if recording.metrics else {}
-    verdicts = trace["verdict"]
-    counts = {name: int((verdicts == code).sum()) for code, name in enumerate(VERDICTS)}
+    last = recording.metrics[-1] if recording.metrics else None
+    counts = {name: int((trace["verdict"] == code).sum()) for code, name in enumerate(VERDICTS)}
     if not len(trace):
-        counts = {name: int(last.get(name, 0)) for name in VERDICTS}
-    seconds = recording.seconds
-    updates = max([int(last.get("version", 0)), *(trace["version"] + (verdicts == curves.ACCEPTED))[-1:].tolist()])
-    if recording.config["method"]["name"] in ("rennala", "synchronous"):
-        updates = max(int(last.get("version", 0)), *trace["version"][-1:].tolist(), 0)
+        counts = {name: getattr(last, name) for name in VERDICTS}
+    updates = max([last.version if last else 0, *_version_after(recording)])
     used, wasted = (sum(worker[key] for worker in workers) for key in ("used_seconds", "wasted_seconds"))
     return {
-        "updates": int(summary.get("updates", updates)),
-        "seconds": seconds,
+        "updates": summary.updates if summary else updates,
+        "seconds": recording.seconds,
         **counts,
-        "interrupted": int(summary.get("interrupted", sum(worker["interrupted"] for worker in workers))),
-        "wasted_fraction": wasted / (used + wasted) if used + wasted else 0.0,
-        "updates_per_second": updates / seconds if seconds else 0.0,
+        "interrupted": summary.interrupted if summary else sum(worker["interrupted"] for worker in workers),
+        "wasted_fraction": wasted_fraction(used, wasted),
+        "updates_per_second": per_second(updates, recording.seconds),
         "tokens": int(tokens[-1]) if tokens is not None else None,
-        "workers": int(summary.get("num_workers", len(workers))),
+        "workers": summary.num_workers if summary else len(workers),
         "evaluation": _evaluation(recording),
-        "evaluated_on": _evaluated_on(recording),
-        "diverged": bool(summary.get("diverged", last.get("diverged", False))),
+        "evaluated_on": summary.evaluated_on if summary else _validation(recording),
+        "diverged": summary.diverged if summary else last is not None and last.diverged,
     }
 
 
+def _version_after(recording: Recording) -> list[int]:
+    """The version after the last arrival, where every accepted gradient makes one; else the version at its arrival."""
+    trace = recording.trace
+    averages = recording.config["method"]["name"] in ("rennala", "synchronous")
+    made = np.zeros(len(trace), dtype=bool) if averages else trace["verdict"] == ACCEPTED
+    return (trace["version"] + made)[-1:].tolist()  # type: ignore[no-any-return]
+
+
 def _evaluation(recording: Recording) -> dict[str, float]:
-    """Every number of the last evaluation: the closing one, where the run has ended."""
-    found: dict[str, float] = {}
+    """Every number of the last evaluation. That is the closing one, if the run has ended."""
+    found: dict[str, float | None] = {}
     for row in recording.metrics:
-        earlier = {key: row[key] for key in (*curves.OBJECTIVES, "bits_per_byte") if key in row}  # versions before 0.3
-        found.update(row.get("evaluation", earlier))
-    found.update({k.removeprefix("final_"): v for k, v in recording.summary.items() if k.startswith("final_")})
-    return {name: value for name, value in found.items() if curves.is_number(value)}
-
-
-def _evaluated_on(recording: Recording) -> str:
-    """What the last evaluation has looked at, in words."""
-    return str(recording.summary.get("evaluated_on", "")) if recording.summary else _validation(recording)
+        found.update(row.evaluation)
+    if recording.summary:
+        found.update(recording.summary.evaluation)
+    return {name: value for name, value in found.items() if value is not None and curves.is_number(value)}
 
 
 def _validation(recording: Recording) -> str:
@@ -132,34 +142,33 @@ def _validation(recording: Recording) -> str:
 
 
 def _workers(recording: Recording) -> list[dict[str, Any]]:
-    """Counts and seconds of each worker: from the trace, and of what never arrived from the summary or metrics."""
-    trace = recording.trace
-    rows = recording.metrics[-1] if recording.metrics else {}
-    listed = recording.summary.get("per_worker") or rows.get("per_worker") or {}
-    size = max([int(trace["worker"].max()) if len(trace) else -1, *(int(name) for name in listed)], default=-1) + 1
-    own = trace["worker"]
+    """Counts and seconds of each worker. What never arrived is known from the summary or the metrics alone."""
+    trace, last = recording.trace, recording.metrics[-1] if recording.metrics else None
+    listed: Mapping[str, WorkerSummary | WorkerRow] = (recording.summary.per_worker if recording.summary else None) or (
+        last.per_worker if last else None) or {}  # fmt: skip
+    own, accepted = trace["worker"], trace["verdict"] == ACCEPTED
+    size = max([int(own.max()) if len(trace) else -1, *(int(name) for name in listed)], default=-1) + 1
     counts = [np.bincount(own[trace["verdict"] == code], minlength=size) for code in range(len(VERDICTS))]
-    seconds = [np.bincount(own, weights=trace["compute_seconds"] * taken, minlength=size)
-               for taken in (trace["verdict"] == curves.ACCEPTED, trace["verdict"] != curves.ACCEPTED)]  # fmt: skip
-    last = np.full(size, -1, dtype=np.int64)
-    np.maximum.at(last, own, trace["sequence"])
-    total = max(1, int(counts[curves.ACCEPTED].sum()))
+    used, wasted = (np.bincount(own, weights=trace["compute_seconds"] * part, minlength=size)
+                    for part in (accepted, ~accepted))  # fmt: skip
+    last_sequence = np.full(size, -1, dtype=np.int64)
+    np.maximum.at(last_sequence, own, trace["sequence"])
+    tau, total = mean_compute_seconds(trace), int(counts[ACCEPTED].sum())
     found = []
     for worker in range(size):
         arrived = int(sum(count[worker] for count in counts))
-        known = listed.get(str(worker), {})
+        known = listed.get(str(worker))
         if not arrived and not known:
             continue
-        spent = float(seconds[0][worker] + seconds[1][worker])
         found.append(
             {
                 "worker": worker,
                 **{name: int(counts[code][worker]) for code, name in enumerate(VERDICTS)},
-                "interrupted": int(known.get("interrupted", max(0, last[worker] + 1 - arrived))),
-                "share": float(counts[curves.ACCEPTED][worker]) / total,
-                "tau": spent / arrived if arrived else None,
-                "used_seconds": float(known.get("used_seconds", seconds[0][worker])),
-                "wasted_seconds": float(known.get("wasted_seconds", seconds[1][worker])),
+                "interrupted": known.interrupted if known else max(0, int(last_sequence[worker]) + 1 - arrived),
+                "share": share_of(int(counts[ACCEPTED][worker]), total),
+                "tau": tau.get(worker),
+                "used_seconds": known.used_seconds if known else float(used[worker]),
+                "wasted_seconds": known.wasted_seconds if known else float(wasted[worker]),
             }
         )
     return found

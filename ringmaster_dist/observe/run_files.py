@@ -1,0 +1,331 @@
+"""Reads the files of a run. Nothing else opens trace.jsonl, metrics.jsonl and their neighbours for reading.
+
+The run may have ended, may have crashed, or may still be written. A last line without its end is left for the next
+look, because a server is writing it, or died while doing so. A server that restarts from a checkpoint cuts the files of
+lines; it adds a line to terms.jsonl then, so a change of that file says that the others have to be read from the start.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import yaml
+
+from ringmaster_dist.errors import Mistake
+from ringmaster_dist.observe.records import VERDICTS, Arrival, Member, MetricsRow, Summary, Term, parse
+
+CONFIG, TRACE, METRICS, SUMMARY = "config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json"
+MEMBERS, TERMS, THRESHOLDS, FINAL = "members.jsonl", "terms.jsonl", "thresholds.jsonl", "final.safetensors"
+LOCK = ".lock"
+_FRESH_SECONDS = 20.0  # a run that has written more recently is taken to be running
+_BLOCK_BYTES = 1 << 24
+_TAIL_BYTES = 4096  # holds the last line of a trace
+_NO_RECORD = (ValueError, KeyError, TypeError, AttributeError)  # what a line that is no such record raises
+_COLUMNS: dict[str, type[np.generic]] = {
+    "time": np.float64,
+    "worker": np.int32,
+    "sequence": np.int64,
+    "version": np.int64,
+    "delay": np.int64,
+    "loss": np.float64,
+    "compute_seconds": np.float64,
+}
+
+T = TypeVar("T")
+
+
+class RunDirectoryError(Mistake):
+    """The directory, or a file in it, cannot be used. The message is one line that says why and what to do."""
+
+
+class RunFiles:
+    """The files of a run, as records. Each call reads what is there now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, name: str) -> str:
+        """The text of a small file; empty if there is none."""
+        path = self.path / name
+        return path.read_text().strip() if path.exists() else ""
+
+    def size(self, name: str) -> int:
+        path = self.path / name
+        return path.stat().st_size if path.exists() else 0
+
+    def config(self) -> dict[str, Any]:
+        """config.yaml as plain values. Raises RunDirectoryError if there is none."""
+        if not self.path.is_dir():
+            raise RunDirectoryError(f"{self.path} is not a directory: give the run.dir of a train or simulate")
+        path = self.path / CONFIG
+        if not path.is_file():
+            raise RunDirectoryError(
+                f"{self.path} holds no run (no config.yaml): give the run.dir of a train or simulate"
+            )
+        try:
+            config = yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError):
+            config = None
+        if not isinstance(config, dict) or not {"method", "problem", "cluster"} <= config.keys():
+            raise RunDirectoryError(f"{path} is not the configuration of a run: is {self.path} another program's?")
+        return config
+
+    def summary(self) -> Summary | None:
+        """None before the run has ended, and for a file that holds no summary."""
+        try:
+            return Summary.from_json(json.loads((self.path / SUMMARY).read_text()))
+        except (OSError, *_NO_RECORD):
+            return None
+
+    def outcome(self) -> Summary:
+        """The summary of a run that has ended. Raises RunDirectoryError if there is none."""
+        if (summary := self.summary()) is None:
+            raise RunDirectoryError(f"{self.path} has no summary.json: the run did not end as it should")
+        return summary
+
+    def arrivals(self) -> list[Arrival]:
+        """The trace of a run that has ended: a last line without its end is an error here."""
+        return self._records(TRACE, Arrival.from_json, torn=True)
+
+    def members(self, *, skip_damaged: bool = False) -> list[Member]:
+        return self._records(MEMBERS, partial(parse, Member), skip_damaged=skip_damaged)
+
+    def terms(self) -> list[Term]:
+        """A term whose line is torn has served no worker, and is left out."""
+        return self._records(TERMS, partial(parse, Term))
+
+    def metrics(self, *, skip_damaged: bool = False) -> list[MetricsRow]:
+        return self._records(METRICS, MetricsRow.from_json, skip_damaged=skip_damaged)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a file that has no type of its own."""
+        return self._records(name, dict)
+
+    def whole_bytes(self, name: str) -> int:
+        """The size of a file of lines without a torn last line."""
+        return sum(len(line) for _, line in self._lines(name))
+
+    def last_version(self) -> int:
+        """The version in the newest whole line of the trace; 0 if there is none."""
+        try:
+            with (self.path / TRACE).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = file.read().splitlines(keepends=True)
+        except OSError:
+            return 0
+        whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
+        return Arrival.from_json(json.loads(whole[-1])).version if whole else 0
+
+    def is_running(self) -> bool:
+        """Whether a server holds the lock of the run, or one of its files was written a moment ago."""
+        written = [self.path / name for name in (TRACE, METRICS)]
+        newest = max((path.stat().st_mtime for path in written if path.exists()), default=0.0)
+        return _is_locked(self.path / LOCK) or time.time() - newest < _FRESH_SECONDS
+
+    def _lines(self, name: str, *, torn: bool = False) -> Iterator[tuple[int, bytes]]:
+        path = self.path / name
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        return ((number, line) for number, line in enumerate(lines, 1) if torn or line.endswith(b"\n"))
+
+    def _records(
+        self, name: str, make: Callable[[Mapping[str, Any]], T], *, torn: bool = False, skip_damaged: bool = False
+    ) -> list[T]:
+        found = []
+        for number, line in self._lines(name, torn=torn):
+            try:
+                found.append(make(json.loads(line)))
+            except _NO_RECORD:
+                if not skip_damaged:
+                    raise _damaged(self.path / name, number, line) from None
+        return found
+
+
+class Tail(Generic[T]):
+    """The records that a growing file has got since the last look."""
+
+    def __init__(self, path: Path, make: Callable[[Mapping[str, Any]], T]) -> None:
+        self._path, self._make = path, make
+        self._offset = 0
+        self._number = 0
+
+    def new(self) -> Iterator[T]:
+        """Raises RunDirectoryError for a line that is JSON and no such record."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                self._number += 1
+                try:
+                    record = self._make(json.loads(line))
+                except json.JSONDecodeError:  # the file was cut and has grown again: the offset is within a line
+                    continue
+                except _NO_RECORD:
+                    raise _damaged(self._path, self._number, line) from None
+                yield record
+
+
+class Trace:
+    """trace.jsonl as numpy columns. It may have millions of lines, so whole blocks are parsed at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset = 0
+        self._pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, "verdict")}
+
+    def __len__(self) -> int:
+        return sum(len(piece) for piece in self._pieces["time"])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A column of shape (arrivals,). A verdict in its column is its place in `VERDICTS`."""
+        pieces = self._pieces[name]
+        if len(pieces) > 1:
+            pieces[:] = [np.concatenate(pieces)]
+        return pieces[0] if pieces else np.empty(0, dtype=np.int8 if name == "verdict" else _COLUMNS[name])
+
+    def read_new(self, *, from_start: bool = False) -> None:
+        """Reads the lines since the last call; all lines if the file has become shorter.
+
+        Raises RunDirectoryError for a line that does not belong in a trace.
+        """
+        if not self._path.is_file():
+            return
+        if from_start or self._path.stat().st_size < self._offset:
+            self._forget()
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            rest = b""
+            while block := file.read(_BLOCK_BYTES):
+                block = rest + block
+                end = block.rfind(b"\n") + 1
+                if end:
+                    self._take(block[:end])
+                    self._offset += end
+                rest = block[end:]
+
+    def _take(self, block: bytes) -> None:
+        import pyarrow as pa
+        from pyarrow import json as pa_json
+
+        schema = pa.schema([(name, pa.from_numpy_dtype(kind)) for name, kind in _COLUMNS.items()])
+        schema = schema.append(pa.field("verdict", pa.string()))
+        parsing = pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+        reading = pa_json.ReadOptions(block_size=len(block) + 1)
+        try:
+            table = pa_json.read_json(io.BytesIO(block), parse_options=parsing, read_options=reading)
+        except pa.ArrowInvalid:
+            raise self._damaged(block) from None
+        codes = table["verdict"].combine_chunks().dictionary_encode()
+        texts = codes.dictionary.to_pylist()
+        holes = sum(table[name].null_count for name in (*_COLUMNS, "verdict") if name != "loss")
+        if holes or not VERDICTS.keys() >= set(texts):
+            raise self._damaged(block)
+        places = np.array([list(VERDICTS).index(text) for text in texts], dtype=np.int8)
+        self._pieces["verdict"].append(places[codes.indices.to_numpy()] if len(places) else places)
+        for name, kind in _COLUMNS.items():
+            self._pieces[name].append(table[name].to_numpy().astype(kind, copy=False))
+
+    def _damaged(self, block: bytes) -> RunDirectoryError:
+        lines = block.splitlines()
+        for index, line in enumerate(lines):
+            try:
+                record = json.loads(line)
+                if record["verdict"] in VERDICTS and all(record[key] is not None for key in _COLUMNS if key != "loss"):
+                    continue
+            except _NO_RECORD:
+                pass
+            return _damaged(self._path, len(self) + index + 1, line)
+        return _damaged(self._path, len(self) + 1, lines[0])
+
+
+class Recording:
+    """Everything that a run has written so far. `refresh` reads what is new."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self._files = directory, RunFiles(directory)
+        self.config = self._files.config()
+        self.trace = Trace(directory / TRACE)
+        self.metrics: list[MetricsRow] = []
+        self.members: list[Member] = []
+        self.summary: Summary | None = None
+        self._terms = -1
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Raises RunDirectoryError if there is nothing to show yet."""
+        terms = self._files.size(TERMS)
+        self.trace.read_new(from_start=terms != self._terms)
+        self._terms = terms
+        self.metrics = self._files.metrics(skip_damaged=True)
+        self.members = self._files.members(skip_damaged=True)
+        self.summary = self._files.summary()
+        if not self.metrics and not len(self.trace):
+            raise RunDirectoryError(
+                f"{self.directory} has nothing to show yet: neither trace.jsonl nor metrics.jsonl has a whole line"
+            )
+
+    @property
+    def stamp(self) -> tuple[int, ...]:
+        """Changes when there is something new to read."""
+        return tuple(self._files.size(name) for name in (TRACE, METRICS, SUMMARY, TERMS))
+
+    @property
+    def state(self) -> str:
+        """How the run stands, in words."""
+        if self.summary is None:
+            return "going on" if self._files.is_running() else "ended without a summary"
+        if self.summary.diverged:
+            return "ended: diverged"
+        return "finished" if self.summary.ended == "budget" else self.summary.ended
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has lasted, on its own clock."""
+        times = self.trace["time"]
+        last = float(times[-1]) if len(times) else 0.0
+        return max(last, float(self.metrics[-1].time) if self.metrics else 0.0)
+
+    def tokens_per_gradient(self) -> np.ndarray:
+        """By worker, of shape (workers,); zeros where the problem has no tokens."""
+        workers = range(int(self.trace["worker"].max()) + 1) if len(self.trace) else range(0)
+        if self.config["problem"].get("name") != "nanochat":
+            return np.zeros(len(workers), dtype=np.int64)
+        slots = {member.worker: member.slot for member in self.members}
+        rows = self.config["cluster"].get("batch") or [self.config["problem"]["batch"]]
+        length = self.config["model"]["sequence_len"]
+        return np.array([rows[slots.get(worker, worker) % len(rows)] * length for worker in workers], dtype=np.int64)
+
+
+def _damaged(path: Path, number: int, line: bytes) -> RunDirectoryError:
+    shown = line[:60].decode(errors="replace")
+    try:
+        json.loads(line)
+        fault = "is not a record of a run"
+    except ValueError:
+        fault = "is not JSON"
+    return RunDirectoryError(
+        f"{path} line {number} {fault}: {shown!r}; the file is damaged, still being written, or another program's"
+    )
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a server holds the lock. It only looks, since a try could keep a server from getting the lock."""
+    try:
+        inode = path.stat().st_ino
+        return any(line.split()[5].rpartition(":")[2] == str(inode) for line in Path("/proc/locks").open())
+    except (OSError, IndexError):
+        return False
