@@ -1,4 +1,4 @@
-"""The words a worker and the server exchange. Values only; nothing here decides anything."""
+"""The messages between a worker and the server. They are values, and nothing here decides anything."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 
 class Verdict(str, Enum):
-    """What became of a pushed gradient. Every push gets exactly one."""
+    """The server's decision on a pushed gradient. Every push gets exactly one."""
 
     ACCEPTED = "accepted"  # its delay was below the threshold: it is, or will be, part of an update
     STALE = "stale"  # its delay had reached the threshold: discarded, the worker continues from the newest
-    INVALID = "invalid"  # it could not have been a gradient of this run: refused, nothing changed
+    INVALID = "invalid"  # it cannot be a gradient of this run: refused, and nothing changed
 
 
 class Snapshot(NamedTuple):
-    """An iterate, named by version and term. Immutable: the tensor is never written again once it is in a snapshot."""
+    """An iterate with its version and term. It is immutable: a tensor in a snapshot is never written again."""
 
     version: int
-    iterate: torch.Tensor
-    term: int = 0  # which start of the server it comes from
+    iterate: torch.Tensor  # (size,)
+    term: int = 0  # the number of the server's start that it comes from
 
 
 class Receipt(NamedTuple):
@@ -30,33 +30,33 @@ class Receipt(NamedTuple):
     verdict: Verdict
     delay: int  # version - gradient_version at arrival (for a lost line of history: since the last version shared)
     version: int  # the server's version at arrival, before any update this push caused
-    continue_at: int  # the worker goes on from the first snapshot of at least this version
+    continue_at: int  # the worker continues from the first snapshot of at least this version
     reason: str = ""  # why, when the verdict is invalid
 
 
-# Programs that speak different versions of these words refuse each other.
+# Programs with different versions of these messages refuse each other.
 PROTOCOL_VERSION = 2
 _MOST = 2**62  # of anything that is counted
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-9, 1e9  # rates and their sums stay finite
 
 
 class JoinRequest(NamedTuple):
-    """What a worker says of itself."""
+    """What a worker sends to join."""
 
     protocol_version: int
     token: str  # the run's secret
-    slot: int  # which place of the delay profile it paces itself by; -1: its own id
+    slot: int  # its place in the delay profile; -1 stands for its own id
 
     def is_well_formed(self) -> bool:
-        """Whether its parts are what they should be; a peer may send anything."""
+        """Whether every field has its type. A peer may send anything."""
         words = type(self.token) is str and self.token.isascii()
         return words and type(self.protocol_version) is int and type(self.slot) is int
 
 
 class Welcome(NamedTuple):
-    """The answer to a join. Without a session the reason says why there is none."""
+    """The answer to a join. If there is no session, the reason says why."""
 
-    session: str  # names the worker in all later calls; empty: refused, or the run is over
+    session: str  # names the worker in all later calls; empty if it is refused or the run is over
     reason: str
     ended: bool
     worker_id: int
@@ -66,7 +66,7 @@ class Welcome(NamedTuple):
 
 
 class Interruptions(NamedTuple):
-    """What a worker has stopped early so far."""
+    """The work that a worker has stopped early so far."""
 
     num: int = 0
     seconds: float = 0.0  # spent on it
@@ -80,7 +80,7 @@ class Push(NamedTuple):
 
     sequence: int
     gradient_version: int
-    gradient: torch.Tensor
+    gradient: torch.Tensor  # (size,)
     loss: float
     compute_seconds: float
     term: int = 0  # of the snapshot it was computed at
@@ -104,19 +104,19 @@ def _is_duration(number: object) -> bool:
 
 
 class Reply(NamedTuple):
-    """The answer to a push or a fetch. Without a receipt and a snapshot the run is over, or the worker unknown."""
+    """The answer to a push or a fetch. If it has no receipt and no snapshot, the run is over or the worker is unknown."""
 
     receipt: Receipt | None
     snapshot: Snapshot | None
     ended: bool = False
-    unknown: bool = False  # the session is not (or no longer) one of this server: join again
-    evicted: str = ""  # why this worker is not wanted any more
+    unknown: bool = False  # this server does not know the session: the worker joins again
+    evicted: str = ""  # why the server refuses this worker from now on
 
 
 class Staleness(str, Enum):
     """The answer to a long poll about work in progress."""
 
     STALE = "stale"  # it cannot be accepted any more
-    AGAIN = "again"  # not yet: ask again
+    AGAIN = "again"  # it may still be accepted: ask again
     ENDED = "ended"  # the run is over
-    UNKNOWN = "unknown"  # the session is not one of this server
+    UNKNOWN = "unknown"  # this server does not know the session

@@ -1,6 +1,6 @@
 """The server process, in a run directory that `preparation` has made.
 
-It continues from the newest good checkpoint in the directory, if there is one: to restart a server is to resume.
+It continues from the newest good checkpoint in the directory, if there is one. So a restarted server resumes the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-_MOST_INVALID = 30  # gradients in a row, of all workers: then it is not a worker's fault
+_MOST_INVALID = 30  # gradients in a row, of all workers: this is not the fault of one worker
 _SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port back
 
 
@@ -55,7 +55,7 @@ def serve(
     announce: Callable[[str], None] = lambda address: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
-    """Serves until the budget is used up or a stop is asked for; returns the summary, which is written too."""
+    """Serves until the budget is used up or a stop is requested. Writes the summary, and returns it."""
     from ringmaster_dist.transport.memory import return_memory
 
     began = time.monotonic()
@@ -174,7 +174,7 @@ def _settings(config: Config, config_text: str, fingerprint: str, token: str) ->
 
 
 def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory) -> CheckpointState | None:
-    """Brings the core to the newest good checkpoint, if any, and begins a new term, which is on the disk then."""
+    """Loads the newest good checkpoint, if there is one, and begins a new term. The term is on disk afterwards."""
 
     def fits(state: CheckpointState) -> str:
         iterate = state.core.iterate
@@ -186,7 +186,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
     try:
         found = checkpoints.newest(fits)
     except Unusable as error:
-        raise UserError(f"{error}. To begin anew: another run.dir, or run.overwrite=true") from error
+        raise UserError(f"{error}. To start from the beginning, use another run.dir, or run.overwrite=true") from error
     if found:
         core.load(found[1].core)
     if earlier:
@@ -202,7 +202,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
 
 
 def _listen(service: Service, config: Config, directory: RunDirectory, token: str) -> Host:
-    """At the configured port; at the one it had before, if it is a restart; else at any."""
+    """Listens at the configured port. Without one, a restarted server takes its earlier port, and another takes any."""
     from ringmaster_dist.transport.addresses import AddressError
     from ringmaster_dist.transport.errors import Mistrusted
     from ringmaster_dist.transport.star import Host
@@ -228,7 +228,7 @@ def _listen(service: Service, config: Config, directory: RunDirectory, token: st
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             elif settings.port == 0 and port != 0:
-                log.warning("server: port %d is taken by now, another is used: see <run.dir>/address", port)
+                log.warning("server: port %d is in use now, so another is used: see <run.dir>/address", port)
                 port = 0
             else:
                 where = f"server.host={settings.host} server.port={port}"
@@ -271,7 +271,7 @@ def _summary(
 
 
 def serve_directory(path: str) -> int:
-    """What the supervisor's child does. Returns the exit code."""
+    """Runs in the child process of the supervisor. Returns the exit code."""
     log_as_told()
     directory = RunDirectory.opened(Path(path))
     config_text = directory.read(CONFIG)

@@ -1,9 +1,9 @@
-"""The phases of a run, and its clock. Everything here happens under the service's lock.
+"""The phases of a run, and its clock. Everything here happens under the lock of the service.
 
     GATHERING ── begin ──► RUNNING ── end ──► ENDING ── announce_end ──► OVER
         └──────────────── end ───────────────────┘
 
-GATHERING  workers that join wait for the others; the clock stands
+GATHERING  workers that join wait for the others, and the clock does not run
 RUNNING    gradients get verdicts
 ENDING     there are no more verdicts; the updates that were decided are computed, and a last checkpoint is written
 OVER       the answer to every call says that the run is over

@@ -1,4 +1,4 @@
-"""Weights by name in a safetensors file: what ``ringmaster export`` writes, and what a run begins from.
+"""Weights by name in a safetensors file. ``ringmaster export`` writes such a file, and a run can begin from one.
 
 The number of updates is in the file's metadata, so that the tensors are exactly the state of the module. Files of
 version 0.2 and before have it as a tensor ``version``; they are read too.
@@ -21,14 +21,14 @@ INITIAL = "initial.safetensors"  # in a run directory: the weights that the run 
 
 
 def by_name(problem: Problem, layout: Layout, iterate: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The whole state of a module at the iterate; of another problem its parameters."""
+    """Returns the whole state of a module at the iterate. Another problem has only its parameters."""
     if isinstance(problem, ModuleProblem):
         return problem.state_dict(iterate)
     return {name: view.clone() for name, view in layout.views(iterate).items()}
 
 
 def flat(tensors: Mapping[str, torch.Tensor], layout: Layout, dtype: torch.dtype) -> torch.Tensor:
-    """The iterate with these parameters. Raises ValueError that names the first one that is missing or does not fit."""
+    """Returns the iterate with these parameters. Raises ValueError that names the first one that is missing or wrong."""
     iterate = torch.empty(layout.size, dtype=dtype)
     for name, view in layout.views(iterate).items():
         if name not in tensors:
@@ -41,12 +41,12 @@ def flat(tensors: Mapping[str, torch.Tensor], layout: Layout, dtype: torch.dtype
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-    """The file is there whole or not at all. Raises OSError."""
+    """Writes the file whole or not at all. Raises OSError."""
     temporary = path.with_name(f".{path.name}")
     metadata = {"format": "pt", "version": str(version)}
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=metadata)
-        temporary.chmod(0o600)  # some versions of the library leave that to nobody
+        temporary.chmod(0o600)  # some versions of the library write files that everybody may read
         temporary.replace(path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
@@ -55,7 +55,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], version: int) -> None
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], int | None]:
-    """The tensors and the number of updates; None if the file was written by another program."""
+    """Returns the tensors and the number of updates, which is None if another program wrote the file."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         version = (file.metadata() or {}).get("version")
