@@ -104,7 +104,7 @@ def _is_duration(number: object) -> bool:
 
 
 class Reply(NamedTuple):
-    """The answer to a push or a fetch. If it has no receipt and no snapshot, the run is over or the worker is unknown."""
+    """The answer to a push or a fetch. Without receipt and snapshot, the run is over or the worker is unknown."""
 
     receipt: Receipt | None
     snapshot: Snapshot | None

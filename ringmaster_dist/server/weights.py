@@ -28,7 +28,7 @@ def by_name(problem: Problem, layout: Layout, iterate: torch.Tensor) -> dict[str
 
 
 def flat(tensors: Mapping[str, torch.Tensor], layout: Layout, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the iterate with these parameters. Raises ValueError that names the first one that is missing or wrong."""
+    """Returns the iterate with these parameters. Raises ValueError that names the first missing or wrong one."""
     iterate = torch.empty(layout.size, dtype=dtype)
     for name, view in layout.views(iterate).items():
         if name not in tensors:
