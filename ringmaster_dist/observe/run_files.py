@@ -24,6 +24,7 @@ from ringmaster_dist.observe.records import VERDICTS, Arrival, Member, MetricsRo
 
 CONFIG, TRACE, METRICS, SUMMARY = "config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json"
 MEMBERS, TERMS, THRESHOLDS, FINAL = "members.jsonl", "terms.jsonl", "thresholds.jsonl", "final.safetensors"
+FILES = (CONFIG, TRACE, METRICS, SUMMARY, MEMBERS, THRESHOLDS, TERMS, FINAL)
 LOCK = ".lock"
 _FRESH_SECONDS = 20.0  # a run that has written more recently is taken to be running
 _BLOCK_BYTES = 1 << 24

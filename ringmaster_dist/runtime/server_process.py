@@ -182,7 +182,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
         )
     terms = directory.open_rows(TERMS, directory.whole_bytes(TERMS))
     terms.write(Term(core.term, core.version, core.pushes)._asdict())
-    terms.lines.sync()
+    terms.sync()
     terms.close()
     return found[1] if found else None
 
