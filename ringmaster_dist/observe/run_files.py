@@ -288,7 +288,7 @@ class Recording:
     def state(self) -> str:
         """How the run stands, in words."""
         if self.summary is None:
-            return "going on" if self._files.is_running() else "ended without a summary"
+            return "running" if self._files.is_running() else "ended without a summary"
         if self.summary.diverged:
             return "ended: diverged"
         return "finished" if self.summary.ended == "budget" else self.summary.ended

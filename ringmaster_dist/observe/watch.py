@@ -1,6 +1,6 @@
-"""A run's page while it goes on, served to a browser on this machine. Reads the run directory and writes nothing.
+"""Serves the page of a run to a browser on this machine while the run is written. Only reads the run directory.
 
-Requests come in threads of their own; one at a time reads the files, and only if there is something new.
+Each request has a thread of its own. One thread at a time reads the files, and only if there is something new.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ringmaster_dist.observe.report import as_json, page
 from ringmaster_dist.observe.run_files import Recording, RunDirectoryError
 
 _REFRESH_SECONDS = 2.0
-_REQUEST_SECONDS = 5.0  # a connection that asks for nothing is closed
-_MOST_REQUESTS = 32  # at once; more are closed unheard
+_REQUEST_SECONDS = 5.0  # a connection without a request is closed then
+_MOST_REQUESTS = 32  # at once; further connections are closed
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _WAITING = (
@@ -28,7 +28,7 @@ _WAITING = (
 
 
 class _Server(ThreadingHTTPServer):
-    """With a limit to its threads."""
+    """An HTTP server that limits the number of its threads."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -51,7 +51,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class Watcher:
-    """Serves from the moment it is made until `close`. Raises OSError if the port cannot be had."""
+    """Serves from its construction until `close`. Raises OSError if it cannot listen on the port."""
 
     def __init__(self, directory: Path, port: int = 0, host: str = "127.0.0.1") -> None:
         self._directory = directory
@@ -76,7 +76,7 @@ class Watcher:
         self._thread.join()
 
     def _current(self) -> dict[str, Any]:
-        """Raises RunDirectoryError while there is nothing to show."""
+        """What the page shows now. Raises RunDirectoryError while there is nothing to show."""
         with self._lock:
             if self._recording is None:
                 self._recording = Recording(self._directory)
@@ -88,7 +88,7 @@ class Watcher:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers ``/`` and ``/data.json``, to who asks this machine by its own name."""
+    """Answers requests for ``/`` and ``/data.json`` that name this machine as their host."""
 
     server_version, sys_version = "ringmaster", ""
     timeout = _REQUEST_SECONDS
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(HTTPStatus.OK, "application/json", as_json(content))
 
     def _is_meant(self) -> bool:
-        """Against DNS rebinding: a web page whose name resolves to this machine asks by that name, and gets nothing."""
+        """Refuses DNS rebinding, where a foreign web page asks by a name that resolves to this machine."""
         address = self.server.server_address
         assert isinstance(address, tuple)
         bound = str(address[0])
@@ -131,4 +131,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: the terminal belongs to the run."""
+        """Logs nothing, since the terminal shows the run."""
