@@ -149,31 +149,46 @@ class RunFiles:
         return found
 
 
+class _Growing:
+    """The whole lines that a growing file has got since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset = path, 0
+
+    def blocks(self) -> Iterator[bytes]:
+        """The new lines in blocks. A block counts as read when the next one is asked for."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            rest = b""
+            while block := file.read(_BLOCK_BYTES):
+                block = rest + block
+                end = block.rfind(b"\n") + 1
+                if end:
+                    yield block[:end]
+                    self.offset += end
+                rest = block[end:]
+
+
 class Tail(Generic[T]):
     """The records that a growing file has got since the last look."""
 
     def __init__(self, path: Path, make: Callable[[Mapping[str, Any]], T]) -> None:
-        self._path, self._make = path, make
-        self._offset = 0
+        self._file, self._make = _Growing(path), make
         self._number = 0
 
     def new(self) -> Iterator[T]:
         """Raises RunDirectoryError for a line that is JSON and no such record."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
+        for block in self._file.blocks():
+            for line in block.splitlines():
                 self._number += 1
                 try:
                     record = self._make(json.loads(line))
                 except json.JSONDecodeError:  # the file was cut and has grown again: the offset is within a line
                     continue
                 except _NO_RECORD:
-                    raise _damaged(self._path, self._number, line) from None
+                    raise _damaged(self._file.path, self._number, line) from None
                 yield record
 
 
@@ -181,11 +196,11 @@ class Trace:
     """trace.jsonl as numpy columns. It may have millions of lines, so whole blocks are parsed at once."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = _Growing(path)
         self._forget()
 
     def _forget(self) -> None:
-        self._offset = 0
+        self._file.offset = 0
         self._pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, "verdict")}
 
     def __len__(self) -> int:
@@ -203,20 +218,11 @@ class Trace:
 
         Raises RunDirectoryError for a line that does not belong in a trace.
         """
-        if not self._path.is_file():
-            return
-        if from_start or self._path.stat().st_size < self._offset:
+        path = self._file.path
+        if from_start or (path.exists() and path.stat().st_size < self._file.offset):
             self._forget()
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            rest = b""
-            while block := file.read(_BLOCK_BYTES):
-                block = rest + block
-                end = block.rfind(b"\n") + 1
-                if end:
-                    self._take(block[:end])
-                    self._offset += end
-                rest = block[end:]
+        for block in self._file.blocks():
+            self._take(block)
 
     def _take(self, block: bytes) -> None:
         import pyarrow as pa
@@ -249,8 +255,8 @@ class Trace:
                     continue
             except _NO_RECORD:
                 pass
-            return _damaged(self._path, len(self) + index + 1, line)
-        return _damaged(self._path, len(self) + 1, lines[0])
+            return _damaged(self._file.path, len(self) + index + 1, line)
+        return _damaged(self._file.path, len(self) + 1, lines[0])
 
 
 class Recording:

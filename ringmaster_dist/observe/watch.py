@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,9 +34,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, address: tuple[str, int], content: Callable[[], dict[str, Any]]) -> None:
+        self.content = content
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
-        super().__init__(*arguments)
+        super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._slots.acquire(blocking=False):
@@ -59,13 +61,7 @@ class Watcher:
         self._recording: Recording | None = None
         self._stamp: tuple[Any, ...] = ()
         self._data: dict[str, Any] = {}
-        watcher = self
-
-        class Handler(_Handler):
-            def content(self) -> dict[str, Any]:
-                return watcher._current()
-
-        self._server = _Server((host, port), Handler)
+        self._server = _Server((host, port), self._content)
         self.url = f"http://{host}:{self._server.server_address[1]}/"
         self._thread = threading.Thread(target=self._server.serve_forever, name="watch", daemon=True)
         self._thread.start()
@@ -75,7 +71,7 @@ class Watcher:
         self._server.server_close()
         self._thread.join()
 
-    def _current(self) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         """What the page shows now. Raises RunDirectoryError while there is nothing to show."""
         with self._lock:
             if self._recording is None:
@@ -92,9 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server_version, sys_version = "ringmaster", ""
     timeout = _REQUEST_SECONDS
-
-    def content(self) -> dict[str, Any]:
-        raise NotImplementedError
+    server: _Server
 
     def do_GET(self) -> None:
         if not self._is_meant():
@@ -102,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path not in ("/", "/data.json"):
             return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is / and /data.json")
         try:
-            content = self.content()
+            content = self.server.content()
         except (RunDirectoryError, OSError, ValueError, KeyError) as error:
             reason = html.escape(str(error))
             if self.path == "/":
@@ -114,9 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_meant(self) -> bool:
         """Refuses DNS rebinding, where a foreign web page asks by a name that resolves to this machine."""
-        address = self.server.server_address
-        assert isinstance(address, tuple)
-        bound = str(address[0])
+        bound = str(self.server.server_address[0])
         asked = self.headers.get("Host", "").rpartition(":")[0].strip("[]")
         return bound not in _LOOPBACK or asked in _LOOPBACK
 
