@@ -64,7 +64,7 @@ class RunDirectory(RunFiles):
     def opened(cls, path: Path) -> RunDirectory:
         """A directory that another process has claimed for this run."""
         directory = cls.__new__(cls)
-        directory.path = path
+        RunFiles.__init__(directory, path)
         directory.path.chmod(0o700)  # an old version may have made it with another mode
         return directory
 

@@ -48,10 +48,14 @@ class RunDirectoryError(Mistake):
 
 
 class RunFiles:
-    """The files of a run, as records. Each call reads what is there now."""
+    """The files of a run, as records. Each call reads what is there now.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    A damaged line raises RunDirectoryError, and a last line without its end is left out.
+    """
+
+    def __init__(self, path: Path, *, complete: bool = False, tolerant: bool = False) -> None:
+        """In a ``complete`` run a torn last line is damage too. A ``tolerant`` reader leaves out damaged lines."""
+        self.path, self._complete, self._tolerant = path, complete, tolerant
 
     def read(self, name: str) -> str:
         """The text of a small file; empty if there is none."""
@@ -93,18 +97,16 @@ class RunFiles:
         return summary
 
     def arrivals(self) -> list[Arrival]:
-        """The trace of a run that has ended: a last line without its end is an error here."""
-        return self._records(TRACE, Arrival.from_json, torn=True)
+        return self._records(TRACE, Arrival.from_json)
 
-    def members(self, *, skip_damaged: bool = False) -> list[Member]:
-        return self._records(MEMBERS, partial(parse, Member), skip_damaged=skip_damaged)
+    def members(self) -> list[Member]:
+        return self._records(MEMBERS, partial(parse, Member))
 
     def terms(self) -> list[Term]:
-        """A term whose line is torn has served no worker, and is left out."""
         return self._records(TERMS, partial(parse, Term))
 
-    def metrics(self, *, skip_damaged: bool = False) -> list[MetricsRow]:
-        return self._records(METRICS, MetricsRow.from_json, skip_damaged=skip_damaged)
+    def metrics(self) -> list[MetricsRow]:
+        return self._records(METRICS, MetricsRow.from_json)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The lines of a file that has no type of its own."""
@@ -112,7 +114,7 @@ class RunFiles:
 
     def whole_bytes(self, name: str) -> int:
         """The size of a file of lines without a torn last line."""
-        return sum(len(line) for _, line in self._lines(name))
+        return sum(len(line) for line in self._lines(name) if line.endswith(b"\n"))
 
     def last_version(self) -> int:
         """The version in the newest whole line of the trace; 0 if there is none."""
@@ -131,20 +133,19 @@ class RunFiles:
         newest = max((path.stat().st_mtime for path in written if path.exists()), default=0.0)
         return _is_locked(self.path / LOCK) or time.time() - newest < _FRESH_SECONDS
 
-    def _lines(self, name: str, *, torn: bool = False) -> Iterator[tuple[int, bytes]]:
+    def _lines(self, name: str) -> list[bytes]:
         path = self.path / name
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        return ((number, line) for number, line in enumerate(lines, 1) if torn or line.endswith(b"\n"))
+        return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
 
-    def _records(
-        self, name: str, make: Callable[[Mapping[str, Any]], T], *, torn: bool = False, skip_damaged: bool = False
-    ) -> list[T]:
+    def _records(self, name: str, make: Callable[[Mapping[str, Any]], T]) -> list[T]:
         found = []
-        for number, line in self._lines(name, torn=torn):
+        for number, line in enumerate(self._lines(name), 1):
+            if not line.endswith(b"\n") and not self._complete:
+                continue
             try:
                 found.append(make(json.loads(line)))
             except _NO_RECORD:
-                if not skip_damaged:
+                if not self._tolerant:
                     raise _damaged(self.path / name, number, line) from None
         return found
 
@@ -263,7 +264,7 @@ class Recording:
     """Everything that a run has written so far. `refresh` reads what is new."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self._files = directory, RunFiles(directory)
+        self.directory, self._files = directory, RunFiles(directory, tolerant=True)
         self.config = self._files.config()
         self.trace = Trace(directory / TRACE)
         self.metrics: list[MetricsRow] = []
@@ -277,8 +278,8 @@ class Recording:
         terms = self._files.size(TERMS)
         self.trace.read_new(from_start=terms != self._terms)
         self._terms = terms
-        self.metrics = self._files.metrics(skip_damaged=True)
-        self.members = self._files.members(skip_damaged=True)
+        self.metrics = self._files.metrics()
+        self.members = self._files.members()
         self.summary = self._files.summary()
         if not self.metrics and not len(self.trace):
             raise RunDirectoryError(

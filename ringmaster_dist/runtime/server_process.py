@@ -167,7 +167,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
             return "it is of another model"
         return "" if directory.has_sizes(state["files"]) else "the trace is shorter than it was then"
 
-    earlier = directory.terms()
+    earlier = directory.terms()  # a term whose line is torn has served no worker
     try:
         found = checkpoints.newest(fits)
     except Unusable as error:
