@@ -16,16 +16,16 @@ from ringmaster_dist.simulation.replay import replay
 
 
 def account(directory: Path, undisturbed: Injector, disturbed: Injector, given: dict[str, float]) -> dict[str, Any]:
-    """Rates are accepted gradients per second of wall clock, from the first update to the end, repairs included."""
+    """Compares the runs. Rates are accepted gradients per second of wall clock, from the first update to the end."""
     run = RunFiles(directory / "disturbed")
     before, after = RunFiles(directory / "undisturbed").outcome(), run.outcome()
     rates = [s.accepted / injector.seconds for s, injector in ((before, undisturbed), (after, disturbed))]
     begins = [term.version for term in run.terms()][1:]
     lost = sum(max(0, restart.checkpoint - begin) for restart, begin in zip(disturbed.restarts, begins, strict=False))
     redone = sum(max(0, restart.version - begin) for restart, begin in zip(disturbed.restarts, begins, strict=False))
-    # A server that was not killed by the schedule and began again all the same has died by itself.
+    # Terms beyond those that the schedule has caused are of a server that died by itself.
     unplanned = len(begins) - len(disturbed.restarts)
-    told = Counter(record["kind"] for record in run.rows("faults.jsonl"))
+    reported = Counter(record["kind"] for record in run.rows("faults.jsonl"))
     outcome = replay(run.path)
     counted = after.accepted + after.stale + after.invalid
     return {
@@ -35,7 +35,7 @@ def account(directory: Path, undisturbed: Injector, disturbed: Injector, given: 
         "seconds": round(disturbed.seconds, 1),
         "faults": {kind: disturbed.injected[kind] for kind in KINDS},
         "worker_faults": sum(disturbed.injected[kind] for kind in WORKER_KINDS),
-        "told_by_workers": {kind: told[kind] for kind in ("disconnect", "nan")},
+        "told_by_workers": {kind: reported[kind] for kind in ("disconnect", "nan")},
         "updates": after.updates,
         "pushes": after.pushes,
         "counters_add_up": after.pushes == counted,
@@ -57,16 +57,16 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report))
         return
     faults = ", ".join(f"{number} {kind}" for kind, number in report["faults"].items())
-    told = ", ".join(f"{number} {kind}" for kind, number in report["told_by_workers"].items())
+    reported = ", ".join(f"{number} {kind}" for kind, number in report["told_by_workers"].items())
     lines = {
         "time": f"{report['seconds']:g} s under faults, seed {report['given']['seed']:g}, {report['date']}",
         "faults": f"{report['worker_faults']} of workers and {report['faults']['restart']} of the server: {faults}",
-        "told by victims": f"{told}; {report['invalid']} invalid gradients refused",
+        "seen by workers": f"{reported}; {report['invalid']} invalid gradients refused",
         "goodput": f"{report['goodput']:.1%}: {report['disturbed_per_second']:g} accepted per second, "
         f"undisturbed {report['undisturbed_per_second']:g}",
         "unplanned": f"{report['unplanned_restarts']} restarts of the server that the schedule did not ask for",
         "lost": f"{report['lost_updates']} updates beyond the newest checkpoint "
-        f"({report['redone_updates']} after it were made anew)",
+        f"({report['redone_updates']} after it were repeated)",
         "counters": f"{report['pushes']:,} pushes, {'every one' if report['counters_add_up'] else 'NOT every one'} "
         "with one verdict",
         "replay": f"{report['replay']}: {report['updates']:,} updates, {report['replay_message']}",

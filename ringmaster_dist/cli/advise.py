@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     own, rest = sort_words(argv, _OWN)
 
     from ringmaster_dist.config.compose import load
-    from ringmaster_dist.simulation.forecast import gradient_times
+    from ringmaster_dist.simulation.cluster_times import gradient_times
 
     thresholds = sorted(wholes("thresholds", own.get("thresholds", "1,2,4,8,16,32")))
     config = load(["cluster.workers=8", *rest])

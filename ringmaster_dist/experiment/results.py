@@ -1,4 +1,4 @@
-"""What an experiment says: tidy tables, the figure, and a short summary in words."""
+"""The results of an experiment: tables, the figure, and a short summary in words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TITLES = {CHANGE: "12 of 16 slow down at 200 s", "sequential": "one worker", "d
 
 
 def write(outcome: Outcome, folder: Path) -> list[Path]:
-    """Writes everything; the same outcome gives the same bytes in the tables."""
+    """Writes all files. The same outcome gives the same bytes in the tables."""
     paths = [folder / "tuning.csv", folder / "curves.csv", folder / "summary.md"]
     with paths[0].open("w", newline="") as file:
         writer = csv.writer(file)
@@ -44,7 +44,7 @@ def _seconds_to(result: Result, target: float) -> float:
 
 
 def summary(outcome: Outcome) -> str:
-    """The ranking in each regime, and how long each method takes to what the worst of them reaches."""
+    """The ranking in each regime, and how long each method takes to reach the final objective of the worst."""
     plan = outcome.plan
     reference = RADII if RADII in plan.grids else "ringmaster"
     lines = [f"# {plan.name} ({plan.size}), winners with {plan.seeds} seeds", ""]
@@ -80,7 +80,7 @@ def _short(word: str) -> str:
 
 
 def draw(outcome: Outcome, folder: Path) -> list[Path]:
-    """The figure of the paper: the objective against virtual time, a panel per regime, median and band over seeds."""
+    """Draws the paper's figure: the objective versus virtual time, a panel per regime, median and range over seeds."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -105,7 +105,7 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
         axis.legend(fontsize=6, loc="upper right")
         if plan.objective == "gap":
             axis.set_yscale("log")
-        else:  # what rises above the beginning on its way hides the differences at the end
+        else:  # a curve that rises above its beginning would hide the differences at the end
             lowest = min(value for r in outcome.final if r.job.regime == regime for _, value in r.curve)
             axis.set_ylim(lowest - 0.1, 0.1 + max(r.curve[0][1] for r in outcome.final if r.job.regime == regime))
     axes[0][0].set_ylabel("f(x) - f*" if plan.objective == "gap" else "validation loss")

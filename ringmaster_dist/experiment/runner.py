@@ -1,6 +1,6 @@
-"""Runs a plan: in parallel, one thread each, and never what is there already.
+"""Runs the jobs of a plan in parallel processes with one thread each. A job whose result is there does not run again.
 
-Each result is a file that appears whole, so a plan that was interrupted at any time goes on with what is missing.
+Each result is a file that appears whole, so a plan that was interrupted at any time can be resumed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
     @property
     def final(self) -> float:
-        """The objective at the end; infinite where it was lost on the way."""
+        """The objective at the end; infinite if it is not finite."""
         value = self.curve[-1][1] if self.curve else math.inf
         return value if math.isfinite(value) else math.inf
 
@@ -64,7 +64,7 @@ def run(plan: Plan, folder: Path, jobs: int, progress: Progress = lambda fractio
 
 
 def _all(jobs: Iterable[Job], plan: Plan, folder: Path, processes: int, progress: Progress) -> list[Result]:
-    """The results in the order of the jobs."""
+    """Runs the jobs that have no result yet. Returns all results in the order of the jobs."""
     wanted = list(jobs)
     missing = [job for job in wanted if not (folder / f"{job.key}.json").exists()]
     if missing:
@@ -87,7 +87,7 @@ def _all(jobs: Iterable[Job], plan: Plan, folder: Path, processes: int, progress
 
 
 def _play(job: Job, objective: str, folder: Path) -> None:
-    """In a process of its own."""
+    """Runs one job, in a process of its own."""
     import torch
 
     from ringmaster_dist.config.build import build_core

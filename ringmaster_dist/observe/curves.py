@@ -28,7 +28,7 @@ def tokens_so_far(recording: Recording) -> np.ndarray | None:
 
 
 def training_loss(recording: Recording, tokens: np.ndarray | None) -> Series:
-    """The loss of accepted gradients: means of equally many in a row."""
+    """The loss of accepted gradients, as means over runs of equally many gradients."""
     trace = recording.trace
     kept = np.flatnonzero((trace["verdict"] == ACCEPTED) & np.isfinite(trace["loss"]))
     if not len(kept):
@@ -49,7 +49,7 @@ def training_loss(recording: Recording, tokens: np.ndarray | None) -> Series:
 
 
 def evaluations(recording: Recording, tokens: np.ndarray | None) -> tuple[str, Series]:
-    """What was measured at the iterate itself, and its name: the gap, or the validation loss."""
+    """The objective as evaluations have measured it, and its name: the gap, or the validation loss."""
     for name in OBJECTIVES:
         measured = [(row, row.evaluation.get(name)) for row in recording.metrics]
         measured = [(row, value) for row, value in measured if is_number(value)]
@@ -119,7 +119,7 @@ def _rates_of_rows(recording: Recording) -> Series:
 
 
 def thresholds(recording: Recording) -> Series:
-    """R_k over time: as it was measured, else as it was configured; empty where there is none."""
+    """The threshold R_k over time, as it was measured or else configured; empty where there is none."""
     measured = [(row, row.threshold) for row in recording.metrics if is_number(row.threshold)]
     if measured:
         return _of_rows(measured, recording, None)
@@ -129,14 +129,14 @@ def thresholds(recording: Recording) -> Series:
 
 
 def delay_histogram(recording: Recording) -> dict[str, Any]:
-    """Arrivals by delay and verdict. Bars are single delays as long as they are few, then equally wide."""
+    """Arrivals by delay and verdict. A bar is one delay, or several if there would be too many bars."""
     trace = recording.trace
     if not len(trace):
         return {"low": [], "width": 1, **{name: [] for name in VERDICTS}}
     delays, most = trace["delay"], int(max(0, np.quantile(trace["delay"], 0.999, method="higher")))
     width = math.ceil((most + 1) / _BARS)
     bars = math.ceil((most + 1) / width)
-    place = np.clip(delays // width, 0, bars - 1)  # the very last bar holds what lies beyond
+    place = np.clip(delays // width, 0, bars - 1)  # the last bar also holds larger delays
     counts = {
         name: np.bincount(place[trace["verdict"] == code], minlength=bars).tolist()
         for code, name in enumerate(VERDICTS)

@@ -1,7 +1,7 @@
 """Notices a run whose loss is not finite, or has risen far above where it began.
 
-What an evaluation says of the objective counts. A problem that does not evaluate is judged by the smoothed loss of its
-gradients, which is noisy: it has to rise further, and over some gradients.
+The objective of an evaluation counts. A problem that does not evaluate is judged by the smoothed loss of its gradients.
+That loss is noisy, so it has to rise further, and over some gradients.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-_RISE = 0.25  # of an evaluated objective, as a fraction of its first value,
-_LEAST_RISE, _MANY_TIMES = 0.1, 10.0  # and by at least this, or to so many times that value: a small one is noisy
+_RISE = 0.25  # of an evaluated objective, as a fraction of its first value
+_LEAST_RISE, _MANY_TIMES = 0.1, 10.0  # a small value is noisy: it also has to rise by this, or this many times
 _RISE_OF_TRAINING = 2.0  # of the smoothed loss of gradients, as a fraction of its first value
-_LEAST_GRADIENTS, _FAR = 30, 1000.0  # before so many, only a rise to so many times that value counts
+_LEAST_GRADIENTS, _FAR = 30, 1000.0  # before that many gradients, only a rise by this factor counts
 
 
 class Divergence:
-    """Told every row of measurements in turn; says whether the run diverges now."""
+    """Takes the rows of measurements in turn and says whether the run diverges now. One thread uses it."""
 
     def __init__(self, objective: str) -> None:
         self.objective = objective
@@ -39,15 +39,15 @@ class Divergence:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the objective is no number any more, or gradients are not."""
+        """Whether the objective is not finite, or no gradient is."""
         return self._stuck or (self._has_looked and not math.isfinite(self.value))
 
     def give_up(self) -> None:
-        """No gradient is finite any more, whatever the objective says."""
+        """Notes that no gradient is finite any more, whatever the objective is."""
         self._stuck = True
 
     def look(self, evaluation: Mapping[str, Any], train_loss: float | None = None, num_gradients: int = 0) -> bool:
-        """Takes note of a row; whether it is the first of a rise, which is to be said aloud.
+        """Takes note of a row. Returns whether the divergence begins with this row, so that the caller can warn.
 
         ``train_loss`` is smoothed over ``num_gradients`` so far.
         """
@@ -66,7 +66,7 @@ class Divergence:
             self.began_at = self.value
 
     def words(self, eta: float) -> str:
-        """What has happened and what to try."""
+        """A sentence that says what has happened and what to try."""
         now = f"{self.value:.4g}" if math.isfinite(self.value) else "not a finite number"
         began = "was never finite" if self.began_at is None else f"began at {self.began_at:.4g}"
         return (

@@ -182,18 +182,12 @@ def has_key() -> bool:
 
 
 def _log_row(run: Any, row: Mapping[str, Any]) -> None:
-    values: dict[str, Any] = flattened(row)
-    if row.get("delay_histogram"):
-        values["staleness/delays"] = _histogram(row["delay_histogram"])
-    run.log(values)
-
-
-def _histogram(pairs: Any) -> Any:
-    import numpy as np
     import wandb
 
-    counts, edges = histogram(pairs)
-    return wandb.Histogram(np_histogram=(np.array(counts), np.array(edges)))
+    values: dict[str, Any] = flattened(row)
+    if row.get("delay_histogram"):
+        values["staleness/delays"] = wandb.Histogram(np_histogram=histogram(row["delay_histogram"]))
+    run.log(values)
 
 
 def _log_text(run: Any, text: str, version: int) -> None:

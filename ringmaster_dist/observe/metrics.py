@@ -20,15 +20,7 @@ import numpy as np
 import torch
 
 from ringmaster_dist.algorithm.layout import Layout
-from ringmaster_dist.observe.measures import (
-    UpdateTimes,
-    per_second,
-    quantile,
-    share_of,
-    smoothed_loss,
-    smoothed_tau,
-    wasted_fraction,
-)
+from ringmaster_dist.observe import measures
 from ringmaster_dist.observe.records import MetricsRow, Summary, WorkerRow, WorkerSummary
 from ringmaster_dist.protocol import Push, Receipt, Snapshot, Verdict
 from ringmaster_dist.server.core import ServerCore
@@ -57,7 +49,7 @@ class Metrics:
         self._queue_seconds: list[float] = []  # since the last row
         self._last: dict[int, tuple[int, float]] = {}  # sequence and time of each worker's last arrival
         self._tau: dict[int, float] = {}
-        self._updates = UpdateTimes(first_version, _REMEMBERED_UPDATES)
+        self._updates = measures.UpdateTimes(first_version, _REMEMBERED_UPDATES)
         self._gradient: torch.Tensor | None = None
         self._norms_at = 0.0  # when they may be computed again
         self._before: _Counts = (0.0, first_version, 0, 0, 0.0, 0, 0.0)
@@ -70,10 +62,10 @@ class Metrics:
             if push.sequence == sequence + 1 and sequence >= 0:
                 self._queue_seconds.append(max(0.0, seconds - last_seconds - compute_seconds))
             self._last[worker] = push.sequence, seconds
-            self._tau[worker] = smoothed_tau(self._tau.get(worker), compute_seconds)
+            self._tau[worker] = measures.smoothed_tau(self._tau.get(worker), compute_seconds)
             if accepted:
                 if math.isfinite(push.loss):
-                    self.train_loss, self.accepted_loss = smoothed_loss(self.train_loss, push.loss), push.loss
+                    self.train_loss, self.accepted_loss = measures.smoothed_loss(self.train_loss, push.loss), push.loss
                 if self._gradient is None:
                     self._gradient = push.gradient
 
@@ -95,7 +87,7 @@ class Metrics:
         per_worker = {
             worker.worker: WorkerRow(
                 worker.accepted, worker.stale, worker.invalid, worker.interruptions.num, tau.get(worker.worker),
-                share_of(worker.accepted, measured.accepted), worker.used_seconds, worker.wasted_seconds,
+                measures.share_of(worker.accepted, measured.accepted), worker.used_seconds, worker.wasted_seconds,
             )
             for worker in measured.workers
         }  # fmt: skip
@@ -159,9 +151,9 @@ class Metrics:
         histogram = Counter(min(delay, _LISTED_DELAYS) for delay in delays.tolist())
         return {
             "delay_mean": total / count,
-            "delay_p50": quantile(ordered, 0.5),
-            "delay_p95": quantile(ordered, 0.95),
-            "delay_max": quantile(ordered, 1.0),
+            "delay_p50": measures.quantile(ordered, 0.5),
+            "delay_p95": measures.quantile(ordered, 0.95),
+            "delay_max": measures.quantile(ordered, 1.0),
             "delay_compute": computing / count,
             "delay_queue": (total - computing) / count,
             "delay_histogram": sorted(histogram.items()),
@@ -212,9 +204,9 @@ def summarize(
         invalid=core.invalid,
         interrupted=sum(worker.interrupted for worker in workers.values()),
         evaluation=dict(evaluation),
-        gradients_per_second=per_second(core.pushes, seconds),
-        updates_per_second=per_second(core.version, seconds),
-        wasted_fraction=wasted_fraction(used, wasted),
+        gradients_per_second=measures.per_second(core.pushes, seconds),
+        updates_per_second=measures.per_second(core.version, seconds),
+        wasted_fraction=measures.wasted_fraction(used, wasted),
         per_worker={str(worker): figures for worker, figures in list(workers.items())[:_WORKERS_IN_SUMMARY]},
         per_worker_omitted=max(0, len(workers) - _WORKERS_IN_SUMMARY),
     )

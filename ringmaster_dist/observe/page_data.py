@@ -10,15 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ringmaster_dist.observe import curves
-from ringmaster_dist.observe.measures import (
-    ACCEPTED,
-    delay_parts,
-    mean_compute_seconds,
-    per_second,
-    share_of,
-    wasted_fraction,
-)
+from ringmaster_dist.observe import curves, measures
+from ringmaster_dist.observe.measures import ACCEPTED
 from ringmaster_dist.observe.records import VERDICTS, WorkerRow, WorkerSummary
 from ringmaster_dist.observe.run_files import Recording
 from ringmaster_dist.observe.timeline import KINDS, timelines
@@ -87,7 +80,7 @@ def _run(recording: Recording, label: str) -> dict[str, Any]:
         "evaluation": evaluation,
         "training": curves.training_loss(recording, tokens),
         "over_time": curves.over_time(recording),
-        "delays": {**curves.delay_histogram(recording), "parts": delay_parts(recording.trace)},
+        "delays": {**curves.delay_histogram(recording), "parts": measures.delay_parts(recording.trace)},
         "workers": workers[:_LISTED_WORKERS],
         "workers_omitted": max(0, len(workers) - _LISTED_WORKERS),
         "timeline": timelines(recording),
@@ -107,8 +100,8 @@ def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndar
         "seconds": recording.seconds,
         **counts,
         "interrupted": summary.interrupted if summary else sum(worker["interrupted"] for worker in workers),
-        "wasted_fraction": wasted_fraction(used, wasted),
-        "updates_per_second": per_second(updates, recording.seconds),
+        "wasted_fraction": measures.wasted_fraction(used, wasted),
+        "updates_per_second": measures.per_second(updates, recording.seconds),
         "tokens": int(tokens[-1]) if tokens is not None else None,
         "workers": summary.num_workers if summary else len(workers),
         "evaluation": _evaluation(recording),
@@ -153,7 +146,7 @@ def _workers(recording: Recording) -> list[dict[str, Any]]:
                     for part in (accepted, ~accepted))  # fmt: skip
     last_sequence = np.full(size, -1, dtype=np.int64)
     np.maximum.at(last_sequence, own, trace["sequence"])
-    tau, total = mean_compute_seconds(trace), int(counts[ACCEPTED].sum())
+    tau, total = measures.mean_compute_seconds(trace), int(counts[ACCEPTED].sum())
     found = []
     for worker in range(size):
         arrived = int(sum(count[worker] for count in counts))
@@ -165,7 +158,7 @@ def _workers(recording: Recording) -> list[dict[str, Any]]:
                 "worker": worker,
                 **{name: int(counts[code][worker]) for code, name in enumerate(VERDICTS)},
                 "interrupted": known.interrupted if known else max(0, int(last_sequence[worker]) + 1 - arrived),
-                "share": share_of(int(counts[ACCEPTED][worker]), total),
+                "share": measures.share_of(int(counts[ACCEPTED][worker]), total),
                 "tau": tau.get(worker),
                 "used_seconds": known.used_seconds if known else float(used[worker]),
                 "wasted_seconds": known.wasted_seconds if known else float(wasted[worker]),

@@ -76,7 +76,7 @@ def page(data: dict[str, Any], refresh_seconds: float = 0.0) -> str:
         "@PAGE@": _asset("page.js"),
         "@DATA@": text,
     }
-    # In one pass over the template: what is put in is not looked at again, whatever a run is called.
+    # One pass over the template: a run whose name looks like a mark is not replaced again.
     return re.sub("@[A-Z]+@", lambda mark: parts[mark[0]], _asset("page.html"))
 
 

@@ -19,25 +19,12 @@ from typing import Any
 
 from ringmaster_dist.files import open_private
 from ringmaster_dist.observe.records import Summary
-from ringmaster_dist.observe.run_files import (
-    CONFIG,
-    FINAL,
-    LOCK,
-    MEMBERS,
-    METRICS,
-    SUMMARY,
-    TERMS,
-    THRESHOLDS,
-    TRACE,
-    RunDirectoryError,
-    RunFiles,
-)
+from ringmaster_dist.observe.run_files import CONFIG, FILES, LOCK, SUMMARY, TRACE, RunDirectoryError, RunFiles
 from ringmaster_dist.protocol import Receipt, Verdict
 from ringmaster_dist.server.weights import INITIAL
 
-# Whatever of these is there says that the directory holds a run.
-_FILES = (CONFIG, TRACE, METRICS, SUMMARY, MEMBERS, THRESHOLDS, TERMS, FINAL, "address", "token", "wandb.id", INITIAL)
-_FOLDERS = ("checkpoints", "report", "wandb")
+# If one of these is there, the directory holds a run.
+_PRESENT = (*FILES, INITIAL, "address", "token", "wandb.id", "checkpoints", "report", "wandb")
 _BYTES_PER_WRITE = 1 << 16
 _LOOKED_AT_SECONDS = 1.0  # a process that only looks whether the directory is in use holds its lock for less
 log = logging.getLogger(__name__)
@@ -51,7 +38,7 @@ class RunDirectory(RunFiles):
     def __init__(self, path: str | None, *, name: str, overwrite: bool = False) -> None:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         super().__init__(Path(path) if path else Path("runs") / f"{stamp}-{name}")
-        present = [item for item in (*_FILES, *_FOLDERS) if (self.path / item).exists()]
+        present = [item for item in _PRESENT if (self.path / item).exists()]
         if present and not overwrite:
             raise RunDirectoryError(
                 f"run.dir={self.path} already holds a run ({present[0]}): choose another run.dir, "
@@ -77,7 +64,7 @@ class RunDirectory(RunFiles):
     def opened(cls, path: Path) -> RunDirectory:
         """A directory that another process has claimed for this run."""
         directory = cls.__new__(cls)
-        directory.path = path
+        RunFiles.__init__(directory, path)
         directory.path.chmod(0o700)  # an old version may have made it with another mode
         return directory
 
@@ -114,10 +101,10 @@ class RunDirectory(RunFiles):
             self._lock.close()
 
     def open_trace(self, size: int = 0) -> TraceWriter:
-        return TraceWriter(Lines(self.path / TRACE, size))
+        return TraceWriter(self.path / TRACE, size)
 
     def open_rows(self, name: str, size: int = 0) -> RowWriter:
-        return RowWriter(Lines(self.path / name, size))
+        return RowWriter(self.path / name, size)
 
     def has_sizes(self, sizes: Mapping[str, int]) -> bool:
         """Whether each file is at least as long as it was."""
@@ -175,11 +162,8 @@ class Lines:
             raise OSError(f"{self._path} is not complete: the disk did not take it")
 
 
-class TraceWriter:
+class TraceWriter(Lines):
     """Writes one line per arriving gradient: the keys of `records.Arrival`, in their order."""
-
-    def __init__(self, lines: Lines) -> None:
-        self.lines = lines
 
     def arrival(
         self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
@@ -190,26 +174,17 @@ class TraceWriter:
         extra = "" if term is None else f', "term": {term}'
         if lost_version is not None:
             extra += f', "lost_version": {lost_version}'
-        self.lines.append(
+        self.append(
             f'{{"time": {time!r}, "worker": {worker}, "sequence": {sequence}, '
             f'"gradient_version": {gradient_version}, "version": {receipt.version}, "delay": {receipt.delay}, '
             f'"verdict": {_JSON_VERDICT[receipt.verdict]}, "loss": {loss_text}, '
             f'"compute_seconds": {compute_seconds!r}{extra}}}\n'
         )
 
-    def close(self) -> None:
-        self.lines.close()
 
-
-class RowWriter:
+class RowWriter(Lines):
     """Writes one line per row, at once."""
 
-    def __init__(self, lines: Lines) -> None:
-        self.lines = lines
-
     def write(self, row: Mapping[str, Any]) -> None:
-        self.lines.append(json.dumps(row) + "\n")
-        self.lines.flush()
-
-    def close(self) -> None:
-        self.lines.close()
+        self.append(json.dumps(row) + "\n")
+        self.flush()

@@ -24,6 +24,7 @@ from ringmaster_dist.observe.records import VERDICTS, Arrival, Member, MetricsRo
 
 CONFIG, TRACE, METRICS, SUMMARY = "config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json"
 MEMBERS, TERMS, THRESHOLDS, FINAL = "members.jsonl", "terms.jsonl", "thresholds.jsonl", "final.safetensors"
+FILES = (CONFIG, TRACE, METRICS, SUMMARY, MEMBERS, THRESHOLDS, TERMS, FINAL)
 LOCK = ".lock"
 _FRESH_SECONDS = 20.0  # a run that has written more recently is taken to be running
 _BLOCK_BYTES = 1 << 24
@@ -47,10 +48,14 @@ class RunDirectoryError(Mistake):
 
 
 class RunFiles:
-    """The files of a run, as records. Each call reads what is there now."""
+    """The files of a run, as records. Each call reads what is there now.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    A damaged line raises RunDirectoryError, and a last line without its end is left out.
+    """
+
+    def __init__(self, path: Path, *, complete: bool = False, tolerant: bool = False) -> None:
+        """In a ``complete`` run a torn last line is damage too. A ``tolerant`` reader leaves out damaged lines."""
+        self.path, self._complete, self._tolerant = path, complete, tolerant
 
     def read(self, name: str) -> str:
         """The text of a small file; empty if there is none."""
@@ -92,18 +97,16 @@ class RunFiles:
         return summary
 
     def arrivals(self) -> list[Arrival]:
-        """The trace of a run that has ended: a last line without its end is an error here."""
-        return self._records(TRACE, Arrival.from_json, torn=True)
+        return self._records(TRACE, Arrival.from_json)
 
-    def members(self, *, skip_damaged: bool = False) -> list[Member]:
-        return self._records(MEMBERS, partial(parse, Member), skip_damaged=skip_damaged)
+    def members(self) -> list[Member]:
+        return self._records(MEMBERS, partial(parse, Member))
 
     def terms(self) -> list[Term]:
-        """A term whose line is torn has served no worker, and is left out."""
         return self._records(TERMS, partial(parse, Term))
 
-    def metrics(self, *, skip_damaged: bool = False) -> list[MetricsRow]:
-        return self._records(METRICS, MetricsRow.from_json, skip_damaged=skip_damaged)
+    def metrics(self) -> list[MetricsRow]:
+        return self._records(METRICS, MetricsRow.from_json)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The lines of a file that has no type of its own."""
@@ -111,7 +114,7 @@ class RunFiles:
 
     def whole_bytes(self, name: str) -> int:
         """The size of a file of lines without a torn last line."""
-        return sum(len(line) for _, line in self._lines(name))
+        return sum(len(line) for line in self._lines(name) if line.endswith(b"\n"))
 
     def last_version(self) -> int:
         """The version in the newest whole line of the trace; 0 if there is none."""
@@ -130,49 +133,63 @@ class RunFiles:
         newest = max((path.stat().st_mtime for path in written if path.exists()), default=0.0)
         return _is_locked(self.path / LOCK) or time.time() - newest < _FRESH_SECONDS
 
-    def _lines(self, name: str, *, torn: bool = False) -> Iterator[tuple[int, bytes]]:
+    def _lines(self, name: str) -> list[bytes]:
         path = self.path / name
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        return ((number, line) for number, line in enumerate(lines, 1) if torn or line.endswith(b"\n"))
+        return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
 
-    def _records(
-        self, name: str, make: Callable[[Mapping[str, Any]], T], *, torn: bool = False, skip_damaged: bool = False
-    ) -> list[T]:
+    def _records(self, name: str, make: Callable[[Mapping[str, Any]], T]) -> list[T]:
         found = []
-        for number, line in self._lines(name, torn=torn):
+        for number, line in enumerate(self._lines(name), 1):
+            if not line.endswith(b"\n") and not self._complete:
+                continue
             try:
                 found.append(make(json.loads(line)))
             except _NO_RECORD:
-                if not skip_damaged:
+                if not self._tolerant:
                     raise _damaged(self.path / name, number, line) from None
         return found
+
+
+class _Growing:
+    """The whole lines that a growing file has got since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset = path, 0
+
+    def blocks(self) -> Iterator[bytes]:
+        """The new lines in blocks. A block counts as read when the next one is asked for."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            rest = b""
+            while block := file.read(_BLOCK_BYTES):
+                block = rest + block
+                end = block.rfind(b"\n") + 1
+                if end:
+                    yield block[:end]
+                    self.offset += end
+                rest = block[end:]
 
 
 class Tail(Generic[T]):
     """The records that a growing file has got since the last look."""
 
     def __init__(self, path: Path, make: Callable[[Mapping[str, Any]], T]) -> None:
-        self._path, self._make = path, make
-        self._offset = 0
+        self._file, self._make = _Growing(path), make
         self._number = 0
 
     def new(self) -> Iterator[T]:
         """Raises RunDirectoryError for a line that is JSON and no such record."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
+        for block in self._file.blocks():
+            for line in block.splitlines():
                 self._number += 1
                 try:
                     record = self._make(json.loads(line))
                 except json.JSONDecodeError:  # the file was cut and has grown again: the offset is within a line
                     continue
                 except _NO_RECORD:
-                    raise _damaged(self._path, self._number, line) from None
+                    raise _damaged(self._file.path, self._number, line) from None
                 yield record
 
 
@@ -180,11 +197,11 @@ class Trace:
     """trace.jsonl as numpy columns. It may have millions of lines, so whole blocks are parsed at once."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = _Growing(path)
         self._forget()
 
     def _forget(self) -> None:
-        self._offset = 0
+        self._file.offset = 0
         self._pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, "verdict")}
 
     def __len__(self) -> int:
@@ -202,20 +219,11 @@ class Trace:
 
         Raises RunDirectoryError for a line that does not belong in a trace.
         """
-        if not self._path.is_file():
-            return
-        if from_start or self._path.stat().st_size < self._offset:
+        path = self._file.path
+        if from_start or (path.exists() and path.stat().st_size < self._file.offset):
             self._forget()
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            rest = b""
-            while block := file.read(_BLOCK_BYTES):
-                block = rest + block
-                end = block.rfind(b"\n") + 1
-                if end:
-                    self._take(block[:end])
-                    self._offset += end
-                rest = block[end:]
+        for block in self._file.blocks():
+            self._take(block)
 
     def _take(self, block: bytes) -> None:
         import pyarrow as pa
@@ -248,15 +256,15 @@ class Trace:
                     continue
             except _NO_RECORD:
                 pass
-            return _damaged(self._path, len(self) + index + 1, line)
-        return _damaged(self._path, len(self) + 1, lines[0])
+            return _damaged(self._file.path, len(self) + index + 1, line)
+        return _damaged(self._file.path, len(self) + 1, lines[0])
 
 
 class Recording:
     """Everything that a run has written so far. `refresh` reads what is new."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self._files = directory, RunFiles(directory)
+        self.directory, self._files = directory, RunFiles(directory, tolerant=True)
         self.config = self._files.config()
         self.trace = Trace(directory / TRACE)
         self.metrics: list[MetricsRow] = []
@@ -270,8 +278,8 @@ class Recording:
         terms = self._files.size(TERMS)
         self.trace.read_new(from_start=terms != self._terms)
         self._terms = terms
-        self.metrics = self._files.metrics(skip_damaged=True)
-        self.members = self._files.members(skip_damaged=True)
+        self.metrics = self._files.metrics()
+        self.members = self._files.members()
         self.summary = self._files.summary()
         if not self.metrics and not len(self.trace):
             raise RunDirectoryError(
@@ -287,7 +295,7 @@ class Recording:
     def state(self) -> str:
         """How the run stands, in words."""
         if self.summary is None:
-            return "going on" if self._files.is_running() else "ended without a summary"
+            return "running" if self._files.is_running() else "ended without a summary"
         if self.summary.diverged:
             return "ended: diverged"
         return "finished" if self.summary.ended == "budget" else self.summary.ended

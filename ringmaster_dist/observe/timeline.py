@@ -18,13 +18,13 @@ from ringmaster_dist.observe.run_files import Recording
 
 KINDS = (*VERDICTS, "interrupted", "waiting")
 _INTERRUPTED, _WAITING = KINDS.index("interrupted"), KINDS.index("waiting")
-_ROWS = 32  # workers shown: half of them those with most accepted, the rest spread evenly
+_ROWS = 32  # workers shown: half of them have most accepted gradients, the rest are spread evenly
 _BINS = 300  # of the whole run
 _CLOSE_ARRIVALS = 240  # in the closer look
 
 
 class _Spans(NamedTuple):
-    """What one worker did: disjoint, in order."""
+    """The spans of time in which one worker did one thing: disjoint and in order. Arrays of shape (spans,)."""
 
     begin: np.ndarray
     end: np.ndarray
@@ -32,7 +32,7 @@ class _Spans(NamedTuple):
 
 
 def timelines(recording: Recording) -> dict[str, Any]:
-    """The whole run in equal parts, and its last moments as they were."""
+    """The whole run in equal bins, and the spans of its last moments."""
     trace, seconds = recording.trace, recording.seconds
     names = _chosen(_known(recording), np.bincount(trace["worker"][trace["verdict"] == ACCEPTED]))
     if not len(trace) or seconds <= 0:
@@ -68,7 +68,7 @@ def _spans(recording: Recording, worker: int, mine: np.ndarray) -> _Spans:
     trace = recording.trace
     known = recording.summary.per_worker.get(str(worker)) if recording.summary else None
     stopped = known.interrupted if known else 0
-    if not len(mine):  # everything it began was stopped
+    if not len(mine):  # nothing of it arrived
         only = _INTERRUPTED if stopped else _WAITING
         return _Spans(np.zeros(1), np.array([recording.seconds]), np.array([only]))
     arrived, sequence = trace["time"][mine], trace["sequence"][mine]
@@ -80,14 +80,14 @@ def _spans(recording: Recording, worker: int, mine: np.ndarray) -> _Spans:
     end = np.stack([began, arrived], axis=1).ravel()
     kind = np.stack([np.where(missing, _INTERRUPTED, _WAITING), trace["verdict"][mine]], axis=1).ravel()
     counted = int(np.diff(sequence, prepend=-1).sum()) - len(sequence)
-    if stopped > counted:  # and what it began last was stopped too
+    if stopped > counted:  # its last gradient was stopped too
         begin, end = np.append(begin, arrived[-1]), np.append(end, recording.seconds)
         kind = np.append(kind, _INTERRUPTED)
     return _Spans(begin, end, kind)
 
 
 def _shares(spans: _Spans, edges: np.ndarray) -> list[np.ndarray]:
-    """The part of each bin that each kind takes."""
+    """The fraction of each bin that each kind takes, as arrays of shape (bins,)."""
     width = edges[1] - edges[0]
     shares = []
     for code in range(len(KINDS)):
@@ -100,7 +100,7 @@ def _shares(spans: _Spans, edges: np.ndarray) -> list[np.ndarray]:
 
 
 def _close_window(recording: Recording, names: list[int]) -> tuple[float, float]:
-    """The end of the run, long enough for about so many arrivals of the workers shown."""
+    """The end of the run, long enough for `_CLOSE_ARRIVALS` arrivals of the workers shown."""
     trace = recording.trace
     mine = trace["time"][np.isin(trace["worker"], names)] if len(names) < _ROWS else trace["time"]
     first = mine[max(0, len(mine) - _CLOSE_ARRIVALS)] if len(mine) else 0.0
@@ -108,7 +108,7 @@ def _close_window(recording: Recording, names: list[int]) -> tuple[float, float]
 
 
 def _within(spans: dict[int, _Spans], names: list[int], begin: float, end: float) -> list[list[float]]:
-    """``[row, begin, end, kind]`` of what lies in a window; waits too short to see are left out."""
+    """``[row, begin, end, kind]`` of each span in a window. Spans that are too short to see are left out."""
     found: list[list[float]] = []
     least = (end - begin) / 3000
     for row, worker in enumerate(names):

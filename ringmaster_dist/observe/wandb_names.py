@@ -8,26 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 AXES = ("version", "time", "tokens")  # against any of which the rest can be drawn
 _PLOTTED_WORKERS = 16
-_SECTIONS: dict[str, tuple[str, ...]] = {
-    "progress": (
-        "loss", "bits_per_byte", "gap", "train_loss", "accepted_loss", "updates_per_second", "gradients_per_second",
-        "eta", "beta", "gradient_norm", "update_norm",
-    ),
-    "staleness": (
-        "delay_mean", "delay_p50", "delay_p95", "delay_max", "delay_compute", "delay_queue", "queue_seconds",
-        "threshold", "accepted", "stale", "invalid", "interrupted",
-    ),
-    "workers": ("workers", "used_seconds", "wasted_seconds", "lease_losses", "reconnects"),
-    "system": (
-        "update_seconds", "lock_wait_seconds", "memory_bytes", "bytes_received", "bytes_sent", "tunnel_bytes_received",
-        "tunnel_bytes_sent", "refused_peers",
-    ),
-}  # fmt: skip
-_SECTION_OF = {key: section for section, keys in _SECTIONS.items() for key in keys}
-_AXIS = "version"
-# What is drawn together; the rest of a section has a panel each.
+# Each section has its panels, and figures that no panel draws.
 _PANELS: dict[str, list[tuple[str, list[str]]]] = {
     "progress": [
         ("loss", ["loss", "train_loss"]),
@@ -53,6 +38,16 @@ _PANELS: dict[str, list[tuple[str, list[str]]]] = {
         ("bytes on the wire", ["bytes_received", "bytes_sent"]),
     ],
 }
+_NOT_DRAWN = {
+    "progress": ["accepted_loss", "beta", "gradient_norm", "update_norm"],
+    "system": ["tunnel_bytes_received", "tunnel_bytes_sent", "refused_peers"],
+}
+_SECTION_OF = {
+    key: section
+    for section, panels in _PANELS.items()
+    for keys in (*(keys for _, keys in panels), _NOT_DRAWN.get(section, []))
+    for key in keys
+}
 _PER_WORKER = {"seconds per gradient": "workers/tau/.*", "share of accepted work": "workers/share/.*"}
 
 
@@ -75,11 +70,10 @@ def flattened(row: Mapping[str, Any]) -> dict[str, float]:
     return values
 
 
-def histogram(pairs: Iterable[tuple[int, int]]) -> tuple[list[int], list[float]]:
-    """Counts and edges of a histogram with one bar per delay."""
-    counts = dict(pairs)
-    delays = range(max(counts) + 1)
-    return [counts.get(delay, 0) for delay in delays], [delay - 0.5 for delay in (*delays, len(delays))]
+def histogram(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Counts of shape (delays,) and edges of shape (delays + 1,) of a histogram with one bar per delay."""
+    delays, counts = np.array(list(pairs)).T
+    return np.bincount(delays, weights=counts).astype(np.int64), np.arange(delays.max() + 2) - 0.5
 
 
 def worker_rows(per_worker: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
@@ -96,7 +90,7 @@ def workspace(entity: str, project: str) -> Any:
     sections = []
     for name, panels in _PANELS.items():
         drawn: list[Any] = [
-            wr.LinePlot(title=title, x=_AXIS, y=[f"{name}/{key}" for key in keys]) for title, keys in panels
+            wr.LinePlot(title=title, x=AXES[0], y=[f"{name}/{key}" for key in keys]) for title, keys in panels
         ]
         if name == "progress":
             drawn.append(wr.LinePlot(title="loss against time", x="time", y=["progress/loss", "progress/train_loss"]))
@@ -104,7 +98,7 @@ def workspace(entity: str, project: str) -> Any:
                 wr.LinePlot(title="loss against tokens", x="tokens", y=["progress/loss", "progress/train_loss"])
             )
         if name == "workers":
-            drawn += [wr.LinePlot(title=title, x=_AXIS, metric_regex=regex) for title, regex in _PER_WORKER.items()]
+            drawn += [wr.LinePlot(title=title, x=AXES[0], metric_regex=regex) for title, regex in _PER_WORKER.items()]
         sections.append(ws.Section(name=name, panels=drawn, is_open=True))
     return ws.Workspace(entity=entity, project=project, name="ringmaster", sections=sections)
 

@@ -1,12 +1,13 @@
-"""A run's page while it goes on, served to a browser on this machine. Reads the run directory and writes nothing.
+"""Serves the page of a run to a browser on this machine while the run is written. Only reads the run directory.
 
-Requests come in threads of their own; one at a time reads the files, and only if there is something new.
+Each request has a thread of its own. One thread at a time reads the files, and only if there is something new.
 """
 
 from __future__ import annotations
 
 import html
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,8 +18,8 @@ from ringmaster_dist.observe.report import as_json, page
 from ringmaster_dist.observe.run_files import Recording, RunDirectoryError
 
 _REFRESH_SECONDS = 2.0
-_REQUEST_SECONDS = 5.0  # a connection that asks for nothing is closed
-_MOST_REQUESTS = 32  # at once; more are closed unheard
+_REQUEST_SECONDS = 5.0  # a connection without a request is closed then
+_MOST_REQUESTS = 32  # at once; further connections are closed
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _WAITING = (
@@ -28,14 +29,15 @@ _WAITING = (
 
 
 class _Server(ThreadingHTTPServer):
-    """With a limit to its threads."""
+    """An HTTP server that limits the number of its threads."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, address: tuple[str, int], content: Callable[[], dict[str, Any]]) -> None:
+        self.content = content
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
-        super().__init__(*arguments)
+        super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._slots.acquire(blocking=False):
@@ -51,7 +53,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class Watcher:
-    """Serves from the moment it is made until `close`. Raises OSError if the port cannot be had."""
+    """Serves from its construction until `close`. Raises OSError if it cannot listen on the port."""
 
     def __init__(self, directory: Path, port: int = 0, host: str = "127.0.0.1") -> None:
         self._directory = directory
@@ -59,13 +61,7 @@ class Watcher:
         self._recording: Recording | None = None
         self._stamp: tuple[Any, ...] = ()
         self._data: dict[str, Any] = {}
-        watcher = self
-
-        class Handler(_Handler):
-            def content(self) -> dict[str, Any]:
-                return watcher._current()
-
-        self._server = _Server((host, port), Handler)
+        self._server = _Server((host, port), self._content)
         self.url = f"http://{host}:{self._server.server_address[1]}/"
         self._thread = threading.Thread(target=self._server.serve_forever, name="watch", daemon=True)
         self._thread.start()
@@ -75,8 +71,8 @@ class Watcher:
         self._server.server_close()
         self._thread.join()
 
-    def _current(self) -> dict[str, Any]:
-        """Raises RunDirectoryError while there is nothing to show."""
+    def _content(self) -> dict[str, Any]:
+        """What the page shows now. Raises RunDirectoryError while there is nothing to show."""
         with self._lock:
             if self._recording is None:
                 self._recording = Recording(self._directory)
@@ -88,13 +84,11 @@ class Watcher:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers ``/`` and ``/data.json``, to who asks this machine by its own name."""
+    """Answers requests for ``/`` and ``/data.json`` that name this machine as their host."""
 
     server_version, sys_version = "ringmaster", ""
     timeout = _REQUEST_SECONDS
-
-    def content(self) -> dict[str, Any]:
-        raise NotImplementedError
+    server: _Server
 
     def do_GET(self) -> None:
         if not self._is_meant():
@@ -102,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path not in ("/", "/data.json"):
             return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is / and /data.json")
         try:
-            content = self.content()
+            content = self.server.content()
         except (RunDirectoryError, OSError, ValueError, KeyError) as error:
             reason = html.escape(str(error))
             if self.path == "/":
@@ -113,10 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(HTTPStatus.OK, "application/json", as_json(content))
 
     def _is_meant(self) -> bool:
-        """Against DNS rebinding: a web page whose name resolves to this machine asks by that name, and gets nothing."""
-        address = self.server.server_address
-        assert isinstance(address, tuple)
-        bound = str(address[0])
+        """Refuses DNS rebinding, where a foreign web page asks by a name that resolves to this machine."""
+        bound = str(self.server.server_address[0])
         asked = self.headers.get("Host", "").rpartition(":")[0].strip("[]")
         return bound not in _LOOPBACK or asked in _LOOPBACK
 
@@ -131,4 +123,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: the terminal belongs to the run."""
+        """Logs nothing, since the terminal shows the run."""

@@ -10,7 +10,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.loggers import Logger
 from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.records import Member, MetricsRow, Summary
-from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.observe.run_directory import Lines, RunDirectory
 from ringmaster_dist.observe.run_files import FINAL, MEMBERS, METRICS, THRESHOLDS, TRACE
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.protocol import Push, Receipt
@@ -35,7 +35,7 @@ class Journal:
         self._trace = directory.open_trace(sizes.get(TRACE, 0))
         names = (MEMBERS, METRICS, THRESHOLDS) if chooses else (MEMBERS, METRICS)
         self._rows = {name: directory.open_rows(name, sizes.get(name, 0)) for name in names}
-        self._lines = {TRACE: self._trace.lines, **{name: rows.lines for name, rows in self._rows.items()}}
+        self._files: dict[str, Lines] = {TRACE: self._trace, **self._rows}
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None:
         self._measured.arrival(time, worker, push, receipt)
@@ -59,21 +59,22 @@ class Journal:
         self._rows[METRICS].write(row.to_json())
 
     def flush(self) -> None:
-        self._trace.lines.flush()
+        self._trace.flush()
 
     def mark(self) -> dict[str, int]:
-        for name, lines in self._lines.items():
-            if not lines.flush():
+        """The sizes of the files, with everything so far in them. Raises OSError if the disk does not take it."""
+        for name, file in self._files.items():
+            if not file.flush():
                 raise OSError(f"{name} cannot be written")
-        return {name: lines.size for name, lines in self._lines.items()}
+        return {name: file.size for name, file in self._files.items()}
 
     def sync(self) -> None:
-        for lines in self._lines.values():
-            lines.sync()
+        for file in self._files.values():
+            file.sync()
 
     def close(self) -> None:
-        for lines in self._lines.values():
-            lines.close()
+        for file in self._files.values():
+            file.close()
 
 
 def close_logger(

@@ -182,7 +182,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
             return "it is of another model"
         return "" if directory.has_sizes(state.files) else "the trace is shorter than it was then"
 
-    earlier = directory.terms()
+    earlier = directory.terms()  # a term whose line is torn has served no worker
     try:
         found = checkpoints.newest(fits)
     except Unusable as error:
@@ -196,7 +196,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
         )
     terms = directory.open_rows(TERMS, directory.whole_bytes(TERMS))
     terms.write(Term(core.term, core.version, core.pushes)._asdict())
-    terms.lines.sync()
+    terms.sync()
     terms.close()
     return found[1] if found else None
 

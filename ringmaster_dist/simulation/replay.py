@@ -47,7 +47,7 @@ def replay(directory: Path) -> Outcome:
     for name in (CONFIG, TRACE, MEMBERS, TERMS, FINAL):
         if not (directory / name).exists():
             raise UserError(f"{directory} has no {name}: replay needs the directory of a finished ringmaster train")
-    files = RunFiles(directory)
+    files = RunFiles(directory, complete=True)
     config = from_yaml(files.read(CONFIG))
     problem = build_problem(config)
     core = build_core(config, problem, directory)

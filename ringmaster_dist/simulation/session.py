@@ -1,4 +1,4 @@
-"""A simulated run from configuration to run directory."""
+"""A simulated run, from its configuration to its run directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.simulator import Simulator, Stalled
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
 
-_MANY_GRADIENTS = 20_000  # from here on the compiled lane saves more than it costs to load
+_MANY_GRADIENTS = 20_000  # from here on the compiled engine saves more time than its loading takes
 _ARRIVALS_PER_PROGRESS = 1024
 _MOST_INVALID = 2000  # gradients in a row that are not finite
 
@@ -38,7 +38,7 @@ ProgressCallback = Callable[[float, str], None]
 
 
 class Recorder:
-    """The simulator's observer: passes arrivals to the trace, measures at samples, reports progress."""
+    """Observes the simulator: writes arrivals to the trace, measures at samples and reports progress."""
 
     def __init__(
         self, core: ServerCore, problem: Problem, config: Config, metrics: RowWriter, changes: RowWriter | None,
@@ -114,7 +114,7 @@ def build_speeds(config: Config) -> Speeds:
 
 
 def choose_engine(config: Config, problem: Problem, speeds: Speeds) -> str:
-    """Which engine plays the run: the compiled one where it can and where the run is long."""
+    """The engine that plays the run: the compiled one if it can play it and the run is long."""
     engine = config.simulation.engine
     if engine == "core":
         return "core"
@@ -183,7 +183,7 @@ def simulate(
 
 
 class _Stuck:
-    """Notices that many gradients in a row are not finite: virtual time would pass for ever."""
+    """Notices that many gradients in a row are not finite, since such a run would never end."""
 
     def __init__(self, core: ServerCore) -> None:
         self._core, self._accepted, self._invalid = core, 0, 0

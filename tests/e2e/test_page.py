@@ -124,4 +124,4 @@ def test_the_live_page_follows_the_run(runs, tmp_path):
     assert console == ""
     assert int(dom.partition('data-drawn="')[2].partition('"')[0]) >= 2
     assert "<b>150</b><span>updates</span>" in dom
-    assert "going on" in dom
+    assert "running" in dom

@@ -112,7 +112,7 @@ def test_a_trace_is_read_further_and_from_the_start_when_it_was_cut(tmp_path, mo
 
 def test_it_says_how_a_run_stands(tmp_path):
     going = Recording(make(tmp_path / "going"))
-    assert going.state == "going on"
+    assert going.state == "running"
     import os
 
     for name in ("trace.jsonl", "metrics.jsonl"):

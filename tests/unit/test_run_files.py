@@ -73,12 +73,12 @@ def test_a_summary_is_read_as_it_was_written(directory):
 )
 def test_a_damaged_line_is_named_in_one_line(directory, name, text, words):
     (directory.path / name).write_text(text)
-    files = RunFiles(directory.path)
+    files = RunFiles(directory.path, complete=True)
     with pytest.raises(RunDirectoryError, match=words) as error:
         {"trace.jsonl": files.arrivals, "terms.jsonl": files.terms, "metrics.jsonl": files.metrics,
          "members.jsonl": files.members}[name]()  # fmt: skip
     assert "\n" not in str(error.value)
-    assert files.metrics(skip_damaged=True) == []
+    assert RunFiles(directory.path, tolerant=True).metrics() == []
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 7])

@@ -19,7 +19,7 @@ function choice(names, current, pick) {
 }
 
 function pill(state) {
-  const kind = state.startsWith("going on") ? "pill going" : state.startsWith("ended") ? "pill broken" : "pill";
+  const kind = state.startsWith("running") ? "pill going" : state.startsWith("ended") ? "pill broken" : "pill";
   return element("span", { class: kind }, state);
 }
 
