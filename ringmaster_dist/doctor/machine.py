@@ -43,7 +43,7 @@ def _versions() -> Finding:
 
 
 def _transport() -> Finding:
-    from ringmaster_dist.transport.star import check_assumptions
+    from ringmaster_dist.transport.agent import check_assumptions
 
     try:
         check_assumptions()

@@ -7,10 +7,10 @@ from typing import Any
 
 from ringmaster_dist.doctor import Finding
 from ringmaster_dist.protocol import Interruptions
+from ringmaster_dist.transport import AuthenticationFailed, Unreachable
 from ringmaster_dist.transport.addresses import resolve, split
-from ringmaster_dist.transport.errors import Mistrusted, Unreachable
-from ringmaster_dist.transport.star import Client, versions
-from ringmaster_dist.transport.tunnel import ask_about, is_ringmaster
+from ringmaster_dist.transport.agent import versions
+from ringmaster_dist.transport.client import Client, ask_about, is_ringmaster
 
 _CONNECT_SECONDS, _CALL_SECONDS = 3.0, 10.0
 _SKEW_SECONDS = 2.0
@@ -35,7 +35,7 @@ def server_findings(server: str, token: str | None) -> Iterator[Finding]:
         yield Finding("port", False, f"{error}: is the run still on (RUN_DIR/address), is server.host an address other "
                       "machines can reach, does a firewall stand between?")  # fmt: skip
         return
-    except Mistrusted as error:
+    except AuthenticationFailed as error:
         yield Finding("token", False, str(error))
         return
     yield Finding("port", True, f"{server} answers with TLS 1.3")
@@ -77,7 +77,7 @@ def _call(server: str, token: str) -> Finding:
         client = Client(server, token=token, connect_seconds=_CONNECT_SECONDS, call_seconds=_CALL_SECONDS)
         reply = client.fetch("doctor", 0, 0, Interruptions())
         client.close()
-    except (Unreachable, Mistrusted) as error:
+    except (Unreachable, AuthenticationFailed) as error:
         return Finding("RPC", False, f"a call was not answered: {error}")
     return Finding("RPC", True, "a call was answered" + ("; the run is over" if reply.ended else ""))
 

@@ -36,7 +36,7 @@ from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
 
 if TYPE_CHECKING:
-    from ringmaster_dist.transport.star import Host
+    from ringmaster_dist.transport.host import Host
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def serve(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Serves until the budget is used up or a stop is asked for; returns the summary, which is written too."""
-    from ringmaster_dist.transport.memory import return_memory
+    from ringmaster_dist.transport.process_settings import return_memory
 
     began = time.monotonic()
     return_memory()
@@ -191,9 +191,9 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
 
 def _listen(service: Service, config: Config, directory: RunDirectory, token: str) -> Host:
     """At the configured port; at the one it had before, if it is a restart; else at any."""
+    from ringmaster_dist.transport import AuthenticationFailed
     from ringmaster_dist.transport.addresses import AddressError
-    from ringmaster_dist.transport.errors import Mistrusted
-    from ringmaster_dist.transport.star import Host
+    from ringmaster_dist.transport.host import Host
 
     settings, update = config.server, service.core.update
     widest = max(update.dtype.itemsize, (build_wire(config).gradient_dtype or update.dtype).itemsize)
@@ -210,7 +210,7 @@ def _listen(service: Service, config: Config, directory: RunDirectory, token: st
     while True:
         try:
             return listen(port)
-        except (AddressError, Mistrusted, RuntimeError) as error:
+        except (AddressError, AuthenticationFailed, RuntimeError) as error:
             raise UserError(str(error)) from error
         except OSError as error:
             if time.monotonic() < deadline:

@@ -8,7 +8,7 @@ import ssl
 import struct
 from pathlib import Path
 
-from ringmaster_dist.transport import identity, tensorpipe, tunnel
+from ringmaster_dist.transport import client, identity, tensorpipe
 from ringmaster_dist.transport.streams import read_frame
 from ringmaster_dist.transport.tensorpipe import framed
 
@@ -105,7 +105,7 @@ class Pipe:
         self.answer = tensorpipe.read_answer(read_frame(self.stream))
 
     def _dial(self):
-        return tunnel.dial(self._server, self._context, SECONDS)
+        return client.dial(self._server, self._context, SECONDS)
 
     def further(self, registration):
         stream = self._dial()

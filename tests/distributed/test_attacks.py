@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 
 from ringmaster_dist.bench.peers import cpu_seconds
-from ringmaster_dist.transport import identity, tensorpipe, tunnel
+from ringmaster_dist.transport import client, identity, tensorpipe
 from ringmaster_dist.transport.streams import TlsStream
 from ringmaster_dist.transport.tensorpipe import framed
 from tests.distributed import attacker
@@ -107,10 +107,10 @@ def test_strangers_say_what_nobody_expects(tmp_path):
 
 def contexts():
     """Those who speak TLS, and have no token or another one."""
-    nobody = identity.stranger_context()
+    nobody = identity.unverified_context()
     other = identity.worker_context("another token, 32 letters long..")
     other.verify_mode = ssl.CERT_NONE  # it would refuse this server, too
-    old = identity.stranger_context()
+    old = identity.unverified_context()
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     return {"no certificate": nobody, "the certificate of another token": other, "TLS 1.2": old}
 
@@ -244,7 +244,7 @@ def test_openings_on_which_torch_would_end_its_process(tmp_path):
     """TensorPipe throws where it finds no way to talk, or an encoding it does not expect; nobody catches that."""
     with attacked(tmp_path) as run:
         for name, (greeting, offered) in OPENINGS.items():
-            stream = tunnel.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
+            stream = client.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
             stream.send(framed(greeting) + framed(offered))
             assert attacker.ends(stream), f"{name} was not cut off"
         good = Pipe(run.address, run.token).further_all()
@@ -313,7 +313,7 @@ def _stranger(run, source, data):
 
 def test_a_greeting_in_two_records(tmp_path):
     with attacked(tmp_path) as run:
-        stream = tunnel.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
+        stream = client.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
         opening = tensorpipe.opening("halves")
         stream.socket.sendall(
             stream.wrapped(opening[:8]) + stream.wrapped(opening[8:20]) + stream.wrapped(opening[20:])
@@ -355,12 +355,12 @@ BROCHURE = """
 import os, socket, struct
 import torch.distributed as dist
 from torch.distributed import rpc
-from ringmaster_dist.transport import star, surface
+from ringmaster_dist.transport import agent
 listener, store = socket.create_server(("127.0.0.1", 0)), dist.HashStore()
 store.set("names/0", "server")
 store.set("addrs/server", f"uv://127.0.0.1:{listener.getsockname()[1]}")
-star._start_agent(store, "me", 1, 2, 4, 9.0)
-rpc.rpc_async("server", surface.leave, args=("",))
+agent._start(store, "me", 1, 2, 4, 9.0)
+rpc.rpc_async("server", agent.leave, args=("",))
 connection = listener.accept()[0].makefile("rb")
 read = lambda: connection.read(struct.unpack("<Q", connection.read(8))[0])
 read()
@@ -380,11 +380,14 @@ TORCH = """
 import os, sys, pickle
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
 import torch, torch.distributed.rpc as rpc
-from ringmaster_dist.transport import sieve, star, surface
+from ringmaster_dist.transport import agent, message_filter
+from ringmaster_dist.transport.client import Client
 from ringmaster_dist.protocol import Interruptions, JoinRequest, Push
-star.restrict = lambda unpickler: None  # the attacker's own side is not restricted, and not sifted
-class Open(sieve.Everything): pass
-sieve.Calls = sieve.Tensors = sieve.Addresses = sieve.Completions = sieve.Silence = Open
+agent.restrict = lambda unpickler: None  # the attacker's own side is not restricted, and not filtered
+class Open(message_filter.AllPasses): pass
+for name in ("CallFilter", "TensorFilter", "MemoryAddressFilter", "CompletionFilter", "NothingPasses"):
+    assert hasattr(message_filter, name)
+    setattr(message_filter, name, Open)
 address, token, marker = sys.argv[1:]
 
 class Trap:
@@ -396,7 +399,7 @@ class Big:
         return bytearray, (1 << 30,)
 
 def attempt(name, work):
-    client = star.Client(address, token=token, connect_seconds=10, call_seconds=10)
+    client = Client(address, token=token, connect_seconds=10, call_seconds=10)
     try:
         work(client)
     except Exception as error:
@@ -410,8 +413,8 @@ def call(function, *arguments):
 
 attempt("system", call(os.system, f"touch {marker}"))
 attempt("eval", call(eval, f"open({marker!r}, 'w')"))
-attempt("trap", call(surface.join, Trap()))
-attempt("big", call(surface.join, Big()))
+attempt("trap", call(agent.join, Trap()))
+attempt("big", call(agent.join, Big()))
 attempt("getattr", call(getattr, [], "append"))
 attempt("import", call(__import__, "os"))
 attempt("load", call(pickle.loads, pickle.dumps(1)))
@@ -419,9 +422,9 @@ attempt("operator", call(torch.add, torch.ones(2), 1))
 attempt("from_file", call(torch.from_file, "/etc/passwd", False, 100))
 attempt("create_file", call(torch.from_file, marker, True, 100))
 attempt("rref", lambda client: rpc.remote("server", torch.ones, args=(50_000_000,)).to_here(10))
-attempt("python rref", lambda client: rpc.remote("server", surface.leave, args=("",)).to_here(10))
-attempt("huge tensor", call(surface.leave, torch.ones(10_000_000)))
-client = star.Client(address, token=token, connect_seconds=10, call_seconds=10)
+attempt("python rref", lambda client: rpc.remote("server", agent.leave, args=("",)).to_here(10))
+attempt("huge tensor", call(agent.leave, torch.ones(10_000_000)))
+client = Client(address, token=token, connect_seconds=10, call_seconds=10)
 print("wrong token", client.join(JoinRequest(99, token, 0)).reason)
 print("session", client.fetch("guess", 0, 0, Interruptions()).unknown)
 sys.stdout.flush()
@@ -443,6 +446,8 @@ def test_torch_itself_as_the_attacker(tmp_path):
         assert any(line.startswith("wrong token the worker speaks protocol 99") for line in lines)
         assert "session True" in lines
         assert not marker.exists()
+        cut = run.errors().count("was cut off: it sent")
+        assert cut == 6, "the attacker's own side has refused, and not the server"
 
 
 def test_pickles_that_cost_memory_or_time(tmp_path):

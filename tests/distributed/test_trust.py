@@ -176,5 +176,5 @@ def test_the_package_opens_no_store():
 
     (folder,) = ringmaster_dist.__path__
     sources = [path for path in Path(folder).rglob("*.py") if path.parent.name != "bench"]
-    assert len(sources) > 100
+    assert Path(folder, "transport/host.py") in sources
     assert [path for path in sources if re.search(r"TCPStore\(|MASTER_PORT", path.read_text())] == []
