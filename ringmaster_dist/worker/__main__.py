@@ -13,7 +13,6 @@ from ringmaster_dist.transport.process_settings import prepare_environment
 prepare_environment()
 
 
-from ringmaster_dist.config.build import explain_difference  # noqa: E402
 from ringmaster_dist.config.errors import UserError  # noqa: E402
 from ringmaster_dist.config.secret import given_token  # noqa: E402
 from ringmaster_dist.logs import log_as_told  # noqa: E402
@@ -21,8 +20,8 @@ from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreac
 from ringmaster_dist.transport.addresses import split  # noqa: E402
 from ringmaster_dist.transport.client import Client  # noqa: E402
 from ringmaster_dist.transport.process_settings import keep_memory  # noqa: E402
-from ringmaster_dist.worker.job import make_job  # noqa: E402
-from ringmaster_dist.worker.loop import Failed, Job, Lost, Refused, Worker  # noqa: E402
+from ringmaster_dist.worker.job import Job, make_job  # noqa: E402
+from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker  # noqa: E402
 
 HELP = """python -m ringmaster_dist.worker server=HOST:PORT [key=value ...]
 
@@ -82,10 +81,7 @@ def work(
         where = _where(server) if isinstance(server, str) else server()
         return Client(where, token=token, tls=tls, connect_seconds=connect_seconds, call_seconds=call_seconds)
 
-    worker = Worker(
-        connect, Unreachable, partial(make, target=target), token=token, slot=slot, patience_seconds=patience_seconds,
-        explain=explain_difference,
-    )  # fmt: skip
+    worker = Worker(connect, partial(make, target=target), token=token, slot=slot, patience_seconds=patience_seconds)
     try:
         worker.run()
     except Refused as error:
