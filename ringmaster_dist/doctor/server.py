@@ -1,4 +1,4 @@
-"""A server, as a worker on this machine would meet it. Nothing here joins the run or disturbs it."""
+"""Checks of a server, from where a worker on this machine stands. Nothing here joins the run or disturbs it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ringmaster_dist.transport.addresses import resolve, split
 from ringmaster_dist.transport.agent import versions
 from ringmaster_dist.transport.client import Client, ask_about, is_ringmaster
 
-_CONNECT_SECONDS, _CALL_SECONDS = 3.0, 10.0
-_SKEW_SECONDS = 2.0
+_CONNECT_SECONDS, _CALL_SECONDS = 3.0, 10.0  # how long it waits for a connection, and for an answer
+_SKEW_SECONDS = 2.0  # clocks may differ by this much
 
 
 def server_findings(server: str, token: str | None) -> Iterator[Finding]:
-    """Stops where a further look makes no sense."""
+    """Ends after the first failure that makes further checks pointless."""
     host, _ = split(server)
     try:
         yield Finding("name", True, f"{host} is {resolve(host)[1]}")
@@ -72,7 +72,7 @@ def _minor(version: object) -> list[str]:
 
 
 def _call(server: str, token: str) -> Finding:
-    """A call that any server answers: it does not know this session."""
+    """Makes a call that every server answers, since it does not know this session."""
     try:
         client = Client(server, token=token, connect_seconds=_CONNECT_SECONDS, call_seconds=_CALL_SECONDS)
         reply = client.fetch("doctor", 0, 0, Interruptions())

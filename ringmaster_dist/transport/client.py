@@ -37,8 +37,8 @@ from ringmaster_dist.transport import (
 )
 from ringmaster_dist.transport.addresses import split
 from ringmaster_dist.transport.message_filter import Filter, Pipe, further_filters
-from ringmaster_dist.transport.relay import Pair, Relay
-from ringmaster_dist.transport.streams import PlainStream, Stream, TlsStream, read_frame, shut, tune
+from ringmaster_dist.transport.relay import Pair, Relay, Side
+from ringmaster_dist.transport.streams import Stream, TlsStream, read_frame, shut, tune
 from ringmaster_dist.transport.tensorpipe import ProtocolError
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Tunnel:
                 break
             inside.close()
             log.warning("another program of this machine tried to use this worker's connection to the server")
-        local = PlainStream(tune(inside))
+        local = Stream(tune(inside))
         frame = read_frame(local)
         greeting = tensorpipe.read_greeting(frame)
         server, self._first = self._first or self._dial_again(), None
@@ -198,7 +198,7 @@ class Tunnel:
             back: Filter = message_filter.AnswerFilter(self._pipe, self._answer)
         else:
             kind, back = self._further[greeting.registration], message_filter.AllPasses(self._pipe)
-        pair = Pair(server, local, back, kind(self._pipe), on_end=self._end)
+        pair = Pair(Side(server, back), Side(local, kind(self._pipe)), self._end)
         self._relay.add(pair, big=kind is message_filter.TensorFilter)
 
     def _answer(self, answer: tensorpipe.Answer) -> bytes:
@@ -213,14 +213,14 @@ class Tunnel:
         self._relay.close()
 
 
-def dial(server: str, context: ssl.SSLContext | None, seconds: float) -> PlainStream | TlsStream:
+def dial(server: str, context: ssl.SSLContext | None, seconds: float) -> Stream:
     """A connection to the server at HOST:PORT. With TLS, both ends have proven the token.
 
     Blocks for at most ``seconds`` in each step. Raises Unreachable, AuthenticationFailed.
     """
     connection = tune(_connect(server, seconds))
     if context is None:
-        return PlainStream(connection)
+        return Stream(connection)
     stream = TlsStream(connection, context, server_side=False)
     try:
         stream.handshake_blocking()

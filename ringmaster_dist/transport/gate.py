@@ -31,8 +31,8 @@ from ringmaster_dist.transport.identity import ABOUT, server_context
 from ringmaster_dist.transport.message_filter import Filter, Pipe, further_filters
 from ringmaster_dist.transport.pending_peers import MOST_PENDING, PendingPeer, PendingPeers, address_of
 from ringmaster_dist.transport.process_settings import name_process, raise_descriptor_limit
-from ringmaster_dist.transport.relay import Pair, Relay
-from ringmaster_dist.transport.streams import PlainStream, TlsStream, read_frame, shut, tune
+from ringmaster_dist.transport.relay import Pair, Relay, Side
+from ringmaster_dist.transport.streams import Stream, TlsStream, read_frame, shut, tune
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Gate:
         with self._connect() as connection:
             connection.settimeout(_ANSWER_SECONDS)
             connection.sendall(tensorpipe.opening("probe"))
-            answer = tensorpipe.read_answer(read_frame(PlainStream(connection)))
+            answer = tensorpipe.read_answer(read_frame(Stream(connection)))
             self._orphans.extend(further_filters(answer))
             self._complete_orphans()
         host, port = self._agent.getsockname()
@@ -155,8 +155,8 @@ class Gate:
         if kind is message_filter.CallFilter:
             back = message_filter.AnswerFilter(pipe, lambda answer: self._answered(pipe, peer.address[0], answer))
         rest = bytes(peer.received[LENGTH_BYTES + len(frame) :])
-        pair = Pair(peer.stream, PlainStream(connection), kind(pipe), back, rest,
-                    lambda reason: self._ended(pipe, kind, peer, reason))  # fmt: skip
+        outside, inside = Side(peer.stream, kind(pipe)), Side(Stream(connection), back)
+        pair = Pair(outside, inside, lambda reason: self._ended(pipe, kind, peer, reason), rest)
         self._pending.release(peer)
         self._relay.add(pair, big=kind is message_filter.TensorFilter)
 

@@ -54,6 +54,9 @@ class Filter:
     `filter` raises `ProtocolError` and the frame is never forwarded.
     """
 
+    most_bytes = 0  # of a frame
+    where = ""  # the last words of the error about a longer frame
+
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self._held = bytearray()  # the beginning of a frame, with its length
@@ -101,7 +104,9 @@ class Filter:
 
     def passes_unseen(self, length: int) -> bool:
         """Called once with each frame's length. Returns whether its content passes unchecked. Raises if too long."""
-        raise NotImplementedError
+        if length > self.most_bytes:
+            raise ProtocolError(f"a frame of {length} bytes {self.where}")
+        return False
 
     def check(self, frame: bytes) -> bytes:
         """Called with each whole frame that does not pass unseen. Returns the frame to forward."""
@@ -171,10 +176,7 @@ class TensorFilter(Filter):
 class MemoryAddressFilter(Filter):
     """For the first connection of the channel ``cma``: where in its own memory the worker has a tensor."""
 
-    def passes_unseen(self, length: int) -> bool:
-        if length > _MOST_SMALL_BYTES:
-            raise ProtocolError(f"a frame of {length} bytes on a connection for addresses")
-        return False
+    most_bytes, where = _MOST_SMALL_BYTES, "on a connection for addresses"
 
     def check(self, frame: bytes) -> bytes:
         process = tensorpipe.read_memory_address(frame)
@@ -186,17 +188,13 @@ class MemoryAddressFilter(Filter):
 class CompletionFilter(Filter):
     """For the second connection of ``cma``: an empty frame for each tensor that the worker has read."""
 
-    def passes_unseen(self, length: int) -> bool:
-        if length:
-            raise ProtocolError(f"a frame of {length} bytes on a connection for empty ones")
-        return False
+    most_bytes, where = 0, "on a connection for empty ones"
 
 
 class NothingPasses(Filter):
     """For the second connection of a pipe, which torch does not use for tensors in the memory of the CPU."""
 
-    def passes_unseen(self, length: int) -> bool:
-        raise ProtocolError("a frame on a connection that torch does not use")
+    most_bytes, where = -1, "on a connection that torch does not use"
 
 
 class AllPasses(Filter):
@@ -209,6 +207,8 @@ class AllPasses(Filter):
 
 class AnswerFilter(AllPasses):
     """For bytes from the server on a connection with calls. The answer to the brochure is read and may be replaced."""
+
+    most_bytes, where = _MOST_SMALL_BYTES, "in place of an answer"
 
     def __init__(self, pipe: Pipe, on_answer: Callable[[tensorpipe.Answer], bytes]) -> None:
         """``on_answer`` returns the frame to forward in place of the answer."""
@@ -224,11 +224,7 @@ class AnswerFilter(AllPasses):
             yield bytes(self._held)
 
     def passes_unseen(self, length: int) -> bool:
-        if self._is_answered:
-            return True
-        if length > _MOST_SMALL_BYTES:
-            raise ProtocolError(f"an answer of {length} bytes")
-        return False
+        return self._is_answered or super().passes_unseen(length)
 
     def check(self, frame: bytes) -> bytes:
         answer = tensorpipe.read_answer(frame)

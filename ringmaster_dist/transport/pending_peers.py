@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringmaster_dist.transport.streams import PIECE_BYTES, PlainStream, TlsStream, tune
+from ringmaster_dist.transport.streams import PIECE_BYTES, Stream, TlsStream, tune
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _TLS_REASONS = {
 class PendingPeer:
     """A connection whose greeting has not arrived yet."""
 
-    stream: PlainStream | TlsStream
+    stream: Stream
     address: tuple[str, int]
     deadline: float
     has_proven_token: bool  # always True without TLS
@@ -103,7 +103,7 @@ class PendingPeers:
             if len(self._peers) >= MOST_PENDING:
                 self._refuse(self._next_to_evict(), "others came, and it had not introduced itself yet")
             connection.setblocking(False)
-            stream: PlainStream | TlsStream = PlainStream(tune(connection))
+            stream: Stream = Stream(tune(connection))
             if self._context is not None:
                 stream = TlsStream(connection, self._context, server_side=True)
             deadline = time.monotonic() + self._seconds

@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ringmaster_dist.transport.message_filter import Filter
 from ringmaster_dist.transport.streams import PIECE_BYTES, Stream, shut
@@ -26,17 +25,61 @@ _SWITCH_SECONDS = 0.0005  # the relay's thread waits at most this long for anoth
 _MOST_UNSENT_BYTES = 1 << 20  # back-pressure: if a peer has not read so much, nothing more is read for that peer
 
 
-@dataclass(eq=False)
-class Pair:
-    """Two connections, the filter for bytes from the first to the second, and the filter for the way back."""
+class Side:
+    """One connection of a pair, and the filter for the bytes that come from it. One thread at a time reads from it."""
 
-    outside: Stream
-    inside: Stream
-    inwards: Filter
-    outwards: Filter
-    first: bytes = b""  # bytes that have come from outside already
-    on_end: Callable[[str], None] = lambda reason: None  # called once, with the reason if a filter has ended the pair
-    counted: dict[str, int] = field(default_factory=lambda: {"received": 0, "sent": 0})
+    other: Side  # the other connection of the pair
+
+    def __init__(self, stream: Stream, message_filter: Filter) -> None:
+        self.stream, self.filter = stream, message_filter
+        self.num_bytes = 0  # received from it so far, decrypted
+        self.unsent = bytearray()  # bytes that its peer has not read yet
+        self.events = 0  # those that the selector waits for
+
+    def carry(self) -> bool:
+        """Forwards what has arrived. Returns False at the end of the stream. Raises OSError, ProtocolError."""
+        try:
+            data = self.stream.socket.recv(PIECE_BYTES)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        self.stream.feed(data)
+        self.forward_decrypted()
+        return True
+
+    def forward_decrypted(self) -> None:
+        """Forwards all decrypted bytes that the stream has."""
+        while data := self.stream.take():
+            self.forward(data)
+
+    def forward(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        for piece in self.filter.filter(memoryview(data)):
+            self.other.unsent += self.other.stream.wrapped(piece)
+            self.other.flush()
+
+    def flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            sent = self.stream.socket.send(self.unsent)
+            del self.unsent[:sent]
+
+
+class Pair:
+    """Two connections. ``first`` are bytes that have come from outside already.
+
+    ``on_end`` is called once, with the reason if a filter has ended the pair.
+    """
+
+    def __init__(self, outside: Side, inside: Side, on_end: Callable[[str], None], first: bytes = b"") -> None:
+        self.sides = self.outside, self.inside = outside, inside
+        outside.other, inside.other = inside, outside
+        self.on_end, self.first = on_end, first
+
+    def shut(self) -> None:
+        """Ends both connections. Threads that wait on them wake up."""
+        for side in self.sides:
+            shut(side.stream.socket)
 
 
 class Relay:
@@ -46,9 +89,9 @@ class Relay:
         self._selector = selectors.DefaultSelector()
         self._new: list[Pair] = []
         self._pairs: set[Pair] = set()
-        self._lock = threading.Lock()  # protects the two above and the two below
+        self._lock = threading.Lock()  # protects the two above and the three below
         self._closed = False
-        self._carried = {"received": 0, "sent": 0}  # by pairs that have ended
+        self._received = self._sent = 0  # bytes of pairs that have ended
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -78,8 +121,7 @@ class Relay:
             self._closed = True
             pairs = list(self._pairs)
         for pair in pairs:
-            shut(pair.outside.socket)
-            shut(pair.inside.socket)
+            pair.shut()
         self._wake_up()
 
     @property
@@ -90,25 +132,24 @@ class Relay:
     def carried(self) -> dict[str, int]:
         """Bytes received from outside and sent to outside so far, before encryption."""
         with self._lock:
-            return {
-                name: number + sum(pair.counted[name] for pair in self._pairs) for name, number in self._carried.items()
-            }
+            received = self._received + sum(pair.outside.num_bytes for pair in self._pairs)
+            sent = self._sent + sum(pair.inside.num_bytes for pair in self._pairs)
+            return {"received": received, "sent": sent}
 
     def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):  # the buffer is full, so the thread wakes up in any case
             self._wake.send(b"!")
 
     def _end(self, pair: Pair, reason: str) -> None:
-        for stream in (pair.outside, pair.inside):
-            shut(stream.socket)
+        pair.shut()
         with self._lock:
             if pair not in self._pairs:
                 return
             self._pairs.discard(pair)
-            for name, number in pair.counted.items():
-                self._carried[name] += number
-        for stream in (pair.outside, pair.inside):
-            stream.socket.close()
+            self._received += pair.outside.num_bytes
+            self._sent += pair.inside.num_bytes
+        for side in pair.sides:
+            side.stream.socket.close()
         pair.on_end(reason)
 
     # --- one thread for all small pairs ----------------------------------------------------------------------
@@ -121,19 +162,18 @@ class Relay:
                     if self._closed and not self._pairs:
                         return
                     continue
-                side: _Side = key.data
-                if side.pair not in self._pairs:  # its other side has ended it a moment ago
+                pair, side = key.data
+                if pair not in self._pairs:  # its other side has ended it a moment ago
                     continue
                 try:
                     if events & selectors.EVENT_WRITE:
                         side.flush()
                     if events & selectors.EVENT_READ and not side.carry():
-                        self._drop(side, "")
+                        self._drop(pair, side, "")
                     else:
-                        self._select(side)
-                        self._select(side.other)
+                        self._select(pair)
                 except Exception as error:
-                    self._give_up(side, error)
+                    self._give_up(pair, side, error)
 
     def _take_new(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -141,119 +181,72 @@ class Relay:
         with self._lock:
             new, self._new = self._new, []
         for pair in new:
-            outside, inside = _Side(pair, pair.outside, pair.inwards), _Side(pair, pair.inside, pair.outwards)
-            outside.other, inside.other = inside, outside
             try:
-                for side in (outside, inside):
+                for side in pair.sides:
                     side.stream.socket.setblocking(False)
-                outside.forward(pair.first)
-                outside.forward_decrypted()
-                self._select(outside)
-                self._select(inside)
+                pair.outside.forward(pair.first)
+                pair.outside.forward_decrypted()
+                self._select(pair)
             except Exception as error:
-                self._give_up(outside, error)
+                self._give_up(pair, pair.outside, error)
 
-    def _select(self, side: _Side) -> None:
-        """Waits to read from this side unless the other is behind, and to write if this one is behind."""
-        events = selectors.EVENT_READ if len(side.other.unsent) < _MOST_UNSENT_BYTES else 0
-        events |= selectors.EVENT_WRITE if side.unsent else 0
-        if events != side.events:
-            self._deselect(side)
-            if events:
-                self._selector.register(side.stream.socket, events, side)
-            side.events = events
+    def _select(self, pair: Pair) -> None:
+        """Reads from each side unless the other side is behind, and waits to write to a side that is behind."""
+        for side in pair.sides:
+            events = selectors.EVENT_READ if len(side.other.unsent) < _MOST_UNSENT_BYTES else 0
+            events |= selectors.EVENT_WRITE if side.unsent else 0
+            if events != side.events:
+                self._deselect(side)
+                if events:
+                    self._selector.register(side.stream.socket, events, (pair, side))
+                side.events = events
 
-    def _deselect(self, side: _Side) -> None:
+    def _deselect(self, side: Side) -> None:
         if side.events:
             self._selector.unregister(side.stream.socket)
             side.events = 0
 
-    def _give_up(self, side: _Side, error: Exception) -> None:
+    def _give_up(self, pair: Pair, side: Side, error: Exception) -> None:
         """Ends one pair, whatever was wrong with it. The thread continues to carry the others."""
         if not isinstance(error, (OSError, ProtocolError)):
             log.warning("a connection was ended because of %r", error)
-        self._drop(side, str(error) if isinstance(error, ProtocolError) else "")
+        self._drop(pair, side, str(error) if isinstance(error, ProtocolError) else "")
 
-    def _drop(self, side: _Side, reason: str) -> None:
+    def _drop(self, pair: Pair, side: Side, reason: str) -> None:
+        """Ends a pair after one side has ended."""
         with contextlib.suppress(OSError):
             side.other.flush()  # the bytes that came just before the end
-        for one in (side, side.other):
+        for one in pair.sides:
             self._deselect(one)
-        self._end(side.pair, reason)
+        self._end(pair, reason)
 
     # --- two threads for each big pair -----------------------------------------------------------------------
 
     def _carry_big(self, pair: Pair) -> None:
         reasons: list[str] = []
-        for stream in (pair.inside, pair.outside):  # before either thread uses them
-            stream.socket.setblocking(True)
+        for side in pair.sides:  # before either thread uses them
+            side.stream.socket.setblocking(True)
 
-        def carry(source: Stream, target: Stream, message_filter: Filter, first: bytes, name: str) -> None:
+        def carry(side: Side, first: bytes) -> None:
             buffer = memoryview(bytearray(PIECE_BYTES))
             try:
                 data = memoryview(first)
                 while True:
-                    for piece in message_filter.filter(data):
-                        target.send(piece)
-                    count = source.receive_into(buffer)
+                    for piece in side.filter.filter(data):
+                        side.other.stream.send(piece)
+                    count = side.stream.receive_into(buffer)
                     if not count:
                         break
-                    pair.counted[name] += count
+                    side.num_bytes += count
                     data = buffer[:count]
             except ProtocolError as error:
                 reasons.append(str(error))
             except OSError as error:
                 log.debug("a connection has ended: %s", error)
-            shut(source.socket)  # which ends the other thread's read
-            shut(target.socket)
+            pair.shut()  # which ends the other thread's read
 
-        back = threading.Thread(
-            target=carry, args=(pair.inside, pair.outside, pair.outwards, b"", "sent"), name="tensors", daemon=True
-        )
+        back = threading.Thread(target=carry, args=(pair.inside, b""), name="tensors", daemon=True)
         back.start()
-        carry(pair.outside, pair.inside, pair.inwards, pair.first, "received")
+        carry(pair.outside, pair.first)
         back.join()
         self._end(pair, reasons[0] if reasons else "")
-
-
-class _Side:
-    """One of the two connections of a small pair. The relay's own thread uses it."""
-
-    other: _Side
-
-    def __init__(self, pair: Pair, stream: Stream, message_filter: Filter) -> None:
-        self.pair, self.stream, self._filter = pair, stream, message_filter
-        self._name = "received" if stream is pair.outside else "sent"
-        self.unsent = bytearray()  # bytes that the peer has not read yet
-        self.events = 0  # those that the selector waits for
-
-    def carry(self) -> bool:
-        """Forwards what has arrived. Returns False at the end of the stream. Raises OSError, ProtocolError."""
-        try:
-            data = self.stream.socket.recv(PIECE_BYTES)
-        except BlockingIOError:
-            return True
-        if not data:
-            return False
-        self.stream.feed(data)
-        self.forward_decrypted()
-        return True
-
-    def forward_decrypted(self) -> None:
-        """Forwards all decrypted bytes that the stream has."""
-        while data := self.stream.take():
-            self.forward(data)
-
-    def forward(self, data: bytes) -> None:
-        self.pair.counted[self._name] += len(data)
-        for piece in self._filter.filter(memoryview(data)):
-            self.other.write(piece)
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.unsent += self.stream.wrapped(data)
-        self.flush()
-
-    def flush(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            sent = self.stream.socket.send(self.unsent)
-            del self.unsent[:sent]

@@ -11,7 +11,7 @@ import socket
 import ssl
 import struct
 import threading
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
@@ -19,55 +19,40 @@ PIECE_BYTES = 1 << 18
 _MOST_FRAME_BYTES = 1 << 16
 
 
-class Stream(Protocol):
-    """Read and written either with blocking calls or in steps (`feed`, `take`, `wrapped`)."""
+class Stream:
+    """A plain byte stream. It is read and written with blocking calls, or in steps (`feed`, `take`, `wrapped`)."""
 
-    socket: socket.socket
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._fed = b""
 
     def receive_into(self, view: memoryview) -> int:
         """Blocks until bytes arrive and returns their number, which is 0 at the end. Raises OSError."""
-        ...
+        return self.socket.recv_into(view)
 
     def send(self, data: bytes | memoryview) -> None:
         """Blocks until all of the data is handed to the system. Raises OSError."""
-        ...
+        self.socket.sendall(data)
 
     def feed(self, data: bytes | memoryview) -> None:
         """Accepts bytes that were read from the socket."""
-        ...
-
-    def take(self) -> bytes:
-        """The next decrypted piece of what was fed, or nothing if the rest of a record is still to come."""
-        ...
-
-    def wrapped(self, data: bytes | memoryview) -> bytes | memoryview:
-        """The bytes to write to the socket in order to send the data."""
-        ...
-
-
-class PlainStream:
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.receive_into = connection.recv_into
-        self.send = connection.sendall
-        self._fed = b""
-
-    def feed(self, data: bytes | memoryview) -> None:
         self._fed += data
 
     def take(self) -> bytes:
+        """The next decrypted piece of what was fed, or nothing if the rest of a record is still to come."""
         data, self._fed = self._fed, b""
         return data
 
     def wrapped(self, data: bytes | memoryview) -> bytes | memoryview:
+        """The bytes to write to the socket in order to send the data."""
         return data
 
 
-class TlsStream:
-    """A `Stream` after its handshake: call `handshake` until it returns True, and `feed` it what the peer sends."""
+class TlsStream(Stream):
+    """An encrypted stream. First call `handshake` until it returns True, and `feed` it what the peer sends."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
-        self.socket = connection
+        super().__init__(connection)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._lock = threading.Lock()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ringmaster_dist.transport import AuthenticationFailed, identity, loopback, tensorpipe
 from ringmaster_dist.transport.message_filter import AllPasses, CallFilter, Pipe, TensorFilter
-from ringmaster_dist.transport.relay import Pair, Relay
-from ringmaster_dist.transport.streams import PlainStream, TlsStream
+from ringmaster_dist.transport.relay import Pair, Relay, Side
+from ringmaster_dist.transport.streams import Stream, TlsStream
 from ringmaster_dist.transport.tensorpipe import ProtocolError, framed
 from tests.distributed.attacker import descriptor, message, number
 
@@ -236,7 +236,8 @@ def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
         ended.set()
 
     outside.setblocking(False)  # as the gate hands it over
-    relay.add(Pair(PlainStream(outside), PlainStream(inside), passes, passes, b"first ", end), big=big)
+    pair = Pair(Side(Stream(outside), passes), Side(Stream(inside), passes), end, b"first ")
+    relay.add(pair, big=big)
     data = bytes(8 << 20)
     sender = threading.Thread(target=worker.sendall, args=(data,))
     sender.start()
