@@ -155,7 +155,6 @@ class Tunnel:
         self._further: dict[int, type[Filter]] = {}
         self._is_answered = threading.Event()
         self._relay = Relay()
-        self._relay.start()
         threading.Thread(target=self._accept_all, name="tunnel", daemon=True).start()
 
     def close(self) -> None:
@@ -193,11 +192,11 @@ class Tunnel:
         server, self._first = self._first or self._dial_again(), None
         server.socket.settimeout(None)
         server.send(tensorpipe.framed(frame))
-        if greeting.registration is None:
+        if isinstance(greeting, str):
             kind: type[Filter] = message_filter.CallFilter
             back: Filter = message_filter.AnswerFilter(self._pipe, self._answer)
         else:
-            kind, back = self._further[greeting.registration], message_filter.AllPasses(self._pipe)
+            kind, back = self._further[greeting], message_filter.AllPasses(self._pipe)
         pair = Pair(Side(server, back), Side(local, kind(self._pipe)), self._end)
         self._relay.add(pair, big=kind is message_filter.TensorFilter)
 

@@ -13,6 +13,7 @@ closes the socket.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import selectors
@@ -21,7 +22,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,6 @@ class Gate:
 
     def run(self) -> None:
         """Runs until the server closes the control socket."""
-        self._relay.start()
         self._public.setblocking(False)
         self._selector.register(self._public, selectors.EVENT_READ)
         self._selector.register(self._control, selectors.EVENT_READ)
@@ -141,10 +140,10 @@ class Gate:
             return
         greeting = tensorpipe.read_greeting(frame)
         kind: type[Filter]
-        if greeting.name is not None:
-            pipe, kind = self._new_pipe(_printable(greeting.name), peer), message_filter.CallFilter
+        if isinstance(greeting, str):
+            pipe, kind = self._new_pipe(_printable(greeting), peer), message_filter.CallFilter
         else:
-            pipe, kind = self._expected(greeting.registration, peer.address[0])
+            pipe, kind = self._expected(greeting, peer.address[0])
         try:
             connection = tune(self._connect())
             connection.sendall(tensorpipe.framed(frame))
@@ -167,14 +166,15 @@ class Gate:
             self._open_pipes += 1
         self._num_pipes += 1
         own = address_of(peer.stream.socket.getsockname())
-        return Pipe(name, self._settings.tensor_bytes, _owner(peer.address, own), peer.address[0] == own[0])
+        # A worker sends the same process id with each tensor.
+        owns_process = functools.lru_cache(maxsize=1)(lambda pid: loopback.process_has(pid, peer.address, own))
+        return Pipe(name, self._settings.tensor_bytes, owns_process, shares_memory=peer.address[0] == own[0])
 
-    def _expected(self, number: int | None, host: str) -> tuple[Pipe, type[Filter]]:
+    def _expected(self, number: int, host: str) -> tuple[Pipe, type[Filter]]:
         with self._lock:
-            expected = self._further.get(number or 0)
-            if expected is None or expected[1] != host:
+            if number not in self._further or self._further[number][1] != host:
                 raise ProtocolError("it claims a further connection that nobody expects from it")
-            pipe, _, kind = self._further.pop(number or 0)
+            pipe, _, kind = self._further.pop(number)
         return pipe, kind
 
     # --- called by the relay's threads -----------------------------------------------------------------------
@@ -207,19 +207,6 @@ class Gate:
                     connection.sendall(tensorpipe.framed(tensorpipe.registration(number)))
             except OSError as error:
                 log.debug("an incomplete pipe stays as it is: %s", error)
-
-
-def _owner(peer: tuple[str, int], own: tuple[str, int]) -> Callable[[int], bool]:
-    """Says whether a process of this machine has the connection from the peer."""
-    known: dict[int, bool] = {}  # a worker sends the same number each time
-
-    def owns(process: int) -> bool:
-        if process not in known:
-            known.clear()
-            known[process] = loopback.process_has(process, peer, own)
-        return known[process]
-
-    return owns
 
 
 def _printable(name: str) -> str:

@@ -83,7 +83,7 @@ class Pair:
 
 
 class Relay:
-    """Any thread may call `add` and `close`, before and after `start`."""
+    """Its threads start at once. Any thread may call `add` and `close`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -96,8 +96,6 @@ class Relay:
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-
-    def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         threading.Thread(target=self._run, name="relay", daemon=True).start()
 

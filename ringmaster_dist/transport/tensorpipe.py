@@ -24,6 +24,9 @@ LENGTH_BYTES = 8
 PYTHON_CALL = struct.pack("<i", 0x102)  # torch RPC's message type for a call of a Python function
 _DESCRIPTOR_REPLY = 1  # the purpose of a pipe's second connection
 _STRUCTURE, _ARRAY, _MAP, _BINARY, _STRING, _VARIANT = 0xB9, 0xBA, 0xBB, 0xBC, 0xBD, 0xB8
+_BASIC_BROCHURE = (
+    b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbb\x01\xb9\x02\xbd\x03cpu\x00\xbd\x03any"
+)
 _WIDTHS = {0x80: "<B", 0x81: "<H", 0x82: "<I", 0x83: "<Q"}
 
 
@@ -98,23 +101,14 @@ class Reader:
             raise ProtocolError("a frame with something behind its end")
 
 
-class Greeting(NamedTuple):
-    """The first frame of a connection. It has a worker's name (a new pipe) or the number of a further connection."""
-
-    name: str | None
-    registration: int | None
-
-
-def read_greeting(frame: bytes) -> Greeting:
+def read_greeting(frame: bytes) -> str | int:
+    """The first frame of a connection: the worker's name for a new pipe, else a registration number."""
     reader = Reader(frame)
     kind = reader.variant()
     reader.structure(1)
-    if kind == 0:
-        greeting = Greeting(reader.text(), None)
-    elif kind == 1:
-        greeting = Greeting(None, reader.integer())
-    else:
+    if kind not in (0, 1):
         raise ProtocolError("a greeting of another kind")
+    greeting = reader.text() if kind == 0 else reader.integer()
     reader.end()
     return greeting
 
@@ -141,20 +135,8 @@ def read_brochure(frame: bytes, without: str = "") -> bytes:
 
 def opening(name: str) -> bytes:
     """The greeting and the brochure of a worker that can use sockets only."""
-
-    def text(words: str) -> bytes:
-        return bytes([_STRING, len(words)]) + words.encode()
-
-    def structure(*members: bytes) -> bytes:
-        return bytes([_STRUCTURE, len(members)]) + b"".join(members)
-
-    def mapping(key: bytes, value: bytes) -> bytes:
-        return bytes([_MAP, 1]) + key + value
-
-    device = structure(text("cpu"), b"\0")
-    greeting = bytes([_VARIANT, 0]) + structure(text(name))
-    brochure = structure(mapping(text("uv"), text("uv:*")), mapping(text("basic"), mapping(device, text("any"))))
-    return framed(greeting) + framed(brochure)
+    greeting = bytes([_VARIANT, 0, _STRUCTURE, 1, _STRING, len(name)]) + name.encode()
+    return framed(greeting) + framed(_BASIC_BROCHURE)
 
 
 def registration(number: int) -> bytes:

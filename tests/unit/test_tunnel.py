@@ -225,7 +225,6 @@ def _check_closed(listener):
 @pytest.mark.parametrize("big", [False, True])
 def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
     relay, ended = Relay(), threading.Event()
-    relay.start()
     outside, worker = socket.socketpair()
     inside, agent = socket.socketpair()
     passes = AllPasses(Pipe("w", 0))
