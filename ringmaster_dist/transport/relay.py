@@ -72,7 +72,7 @@ class Pair:
     """
 
     def __init__(self, outside: Side, inside: Side, on_end: Callable[[str], None], first: bytes = b"") -> None:
-        self.sides = self.outside, self.inside = outside, inside
+        self.outside, self.inside, self.sides = outside, inside, (outside, inside)
         outside.other, inside.other = inside, outside
         self.on_end, self.first = on_end, first
 

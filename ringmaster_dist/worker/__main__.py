@@ -71,7 +71,7 @@ def work(
     tls: bool = True, target: str = "", connect_seconds: float = 10.0, call_seconds: float = 60.0,
     patience_seconds: float = 180.0,
 ) -> int:  # fmt: skip
-    """Works until the run is over; returns the exit code. ``server`` is an address, @FILE, or who knows one."""
+    """Blocks until the run is over, and returns the exit code. ``server`` is an address, @FILE, or returns one."""
     keep_memory()
 
     where = ""

@@ -35,8 +35,8 @@ def make_job(config_text: str, slot: int, target: str = "") -> Job:
         wanted = config.problem.target
         given = f"target={target} was given" if target else "none was allowed"
         raise UserError(
-            f"the run needs code of yours, problem.target={wanted}, and {given}: a worker imports only what it was "
-            f"told to: add target={wanted}"
+            f"the run needs code of yours, problem.target={wanted}, and {given}: a worker imports only what "
+            f"its user allows: add target={wanted}"
         )
     torch.set_num_threads(config.cluster.threads)  # several workers share a machine; bits depend on this number
     problem = build_problem(config, device_of(slot), rows_of(config, slot))

@@ -1,4 +1,4 @@
-"""Everything an attacker is known to have tried, against a real run, through whatever listens.
+"""All known attacks, against a real run, through every socket that listens.
 
 Each attack ends in a refusal while training continues in the same processes, and at the end the trace replays to the
 same bits. The last assertion of every test is `check_finished`.
@@ -32,7 +32,7 @@ from tests.distributed.processes import LONG, QUICK, Run, alive, check_finished,
 
 @contextmanager
 def attacked(directory, *overrides, prefix=(), tracebacks=False):
-    """A run under attack, and afterwards: the same processes are there, it continues, and it replays."""
+    """A run under attack. Afterwards its processes are the same, it continues, and it replays."""
     with Run(directory / "run", *LONG, *overrides, prefix=prefix) as run:
         until(lambda: run.version() > 5, "the run is on")
         run.address = (directory / "run/address").read_text()
@@ -58,7 +58,7 @@ def public(run):
 
 
 def test_what_listens(tmp_path):
-    """One socket that answers; those of the agents are there and cannot be connected to."""
+    """One socket answers. The agents' sockets listen too, and nobody can connect to them."""
     with attacked(tmp_path) as run:
         found = attacker.listening(run.children())
         assert public(run) in found
@@ -86,8 +86,8 @@ GARBAGE = {
 }
 
 
-def test_strangers_say_what_nobody_expects(tmp_path):
-    """A hundred of each: any one of them used to stop a TensorPipe agent for good."""
+def test_garbage_from_unproven_peers(tmp_path):
+    """A hundred of each. Any one of them would stop a bare TensorPipe agent for good."""
     with attacked(tmp_path) as run:
         listening = attacker.listening(run.children())
         for address in sorted(listening - {public(run)}):
@@ -106,7 +106,7 @@ def test_strangers_say_what_nobody_expects(tmp_path):
 
 
 def contexts():
-    """Those who speak TLS, and have no token or another one."""
+    """Peers that speak TLS and have no token, or another one."""
     nobody = identity.unverified_context()
     other = identity.worker_context("another token, 32 letters long..")
     other.verify_mode = ssl.CERT_NONE  # it would refuse this server, too
@@ -124,7 +124,7 @@ def test_without_the_token_tls_ends_in_an_alert(tmp_path):
 
 
 def test_the_server_proves_the_token_too(tmp_path):
-    """A server with another token is not one: the worker ends with one line, and says nothing to it."""
+    """A worker ends with one line at a server that has another token, and sends nothing to it."""
     with attacked(tmp_path) as run:
         command = [sys.executable, "-m", "ringmaster_dist.worker", f"server={run.address}"]
         environment = {**os.environ, "RINGMASTER_TOKEN": "the token of another run"}
@@ -207,11 +207,14 @@ def test_channels_carry_what_was_announced(tmp_path):
         longer.stream.send(good)
         longer.tensors.send(framed(bytes(4000)))
         assert longer.is_cut(longer.tensors)
-        until(lambda: "a tensor of 4000 bytes that was announced with 400" in _line(run, "longer"), "told")
+        until(
+            lambda: "a tensor of 4000 bytes that was announced with 400" in _line(run, "longer"),
+            "it is logged",
+        )
         talks = Pipe(run.address, run.token, name="talks").further_all()
         talks.reply.send(framed(b"hello"))
         assert talks.is_cut(talks.reply)
-        until(lambda: "a connection that torch does not use" in _line(run, "talks"), "told")
+        until(lambda: "a connection that torch does not use" in _line(run, "talks"), "it is logged")
         stray = Pipe(run.address, run.token, name="stray")
         for number in (10**6, 0):  # one that nobody has, one that was taken long ago
             assert stray.is_cut(stray.further(number)), "a connection that nobody expects was accepted"
@@ -253,7 +256,7 @@ def test_openings_on_which_torch_would_end_its_process(tmp_path):
 
 
 def test_pipes_that_are_never_finished_leave_nothing_behind(tmp_path):
-    """Whoever has the token opens three hundred and leaves each before its further connections were made."""
+    """A holder of the token opens three hundred, and leaves each before its further connections are made."""
     with attacked(tmp_path) as run:
         count = lambda: len(list(Path(f"/proc/{run.server()}/fd").iterdir()))  # noqa: E731
         before = count()
@@ -282,20 +285,20 @@ def test_bytes_after_the_end_of_a_stream(tmp_path):
         assert cpu_seconds(gate) - used < 0.6, "a thread of the gate runs without end"
 
 
-def test_crowds_of_strangers_keep_nobody_out(tmp_path):
+def test_crowds_of_unproven_peers_keep_nobody_out(tmp_path):
     """More than are heard at once, some half-way through their handshake, from one address and from many."""
     torn = b"\x16\x03\x01\x3f\xff"
     with attacked(tmp_path) as run:
         (gate,) = run.children("gate")
-        crowd = [_stranger(run, f"127.0.{1 + index % 9}.{1 + index % 200}", torn) for index in range(200)]
+        crowd = [_unproven(run, f"127.0.{1 + index % 9}.{1 + index % 200}", torn) for index in range(200)]
         for wave in range(60):  # bytes for old ones and new connections, in one look of the gate
             for stream in crowd[wave : wave + 40]:
                 with contextlib.suppress(OSError):
                     stream.send(b"\x00")
-            crowd += [_stranger(run, f"127.1.{wave}.{1 + index}", b"") for index in range(8)]
+            crowd += [_unproven(run, f"127.1.{wave}.{1 + index}", b"") for index in range(8)]
         for _ in range(20):
             slow = socket.create_connection(public(run), timeout=5)
-            crowd += [_stranger(run, f"127.2.0.{1 + index}", torn) for index in range(10)]
+            crowd += [_unproven(run, f"127.2.0.{1 + index}", torn) for index in range(10)]
             stream = TlsStream(slow, identity.worker_context(run.token), server_side=False)
             stream.handshake_blocking()
             slow.close()
@@ -304,7 +307,7 @@ def test_crowds_of_strangers_keep_nobody_out(tmp_path):
             stream.close()
 
 
-def _stranger(run, source, data):
+def _unproven(run, source, data):
     stream = socket.create_connection(public(run), timeout=5, source_address=(source, 0))
     if data:
         stream.sendall(data)
@@ -348,7 +351,7 @@ def test_memory_of_other_processes_is_not_read(tmp_path):
         pipe.further(answer.reply)
         addresses.send(framed(b"\xb9\x02" + attacker.number(run.server()) + attacker.number(4096)))
         assert pipe.is_cut(addresses)
-        until(lambda: f"memory of process {run.server()}" in _line(run, "forge"), "told")
+        until(lambda: f"memory of process {run.server()}" in _line(run, "forge"), "it is logged")
 
 
 BROCHURE = """

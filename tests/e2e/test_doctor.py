@@ -1,4 +1,4 @@
-"""The doctor, on this machine and towards real servers, real strangers and nobody."""
+"""The doctor, on this machine and towards real servers, other programs and closed ports."""
 
 import os
 import socket

@@ -75,16 +75,16 @@ def test_both_ends_prove_the_token():
 
 
 @pytest.mark.parametrize(
-    "who", ["worker with another token", "server with another token", "stranger", "worker as server"]
+    "peer", ["worker with another token", "server with another token", "peer without a certificate", "worker as server"]
 )
-def test_whoever_does_not_is_refused(who):
+def test_a_peer_that_does_not_prove_it_is_refused(peer):
     server, worker = identity.server_context(TOKEN), identity.worker_context(TOKEN)
-    if who == "worker with another token":
+    if peer == "worker with another token":
         worker = identity.worker_context("another")
         worker.verify_mode = ssl.CERT_NONE
-    elif who == "server with another token":
+    elif peer == "server with another token":
         server = identity.server_context("another")
-    elif who == "stranger":
+    elif peer == "peer without a certificate":
         worker = identity.unverified_context()
     else:  # a worker's certificate does not make a server
         server = identity._context(ssl.PROTOCOL_TLS_SERVER, TOKEN, own="worker", other="worker")
@@ -101,7 +101,7 @@ def test_a_process_in_a_wide_number_is_refused():
             tensorpipe.read_memory_address(b"\xb9\x02" + process + address)
 
 
-def test_a_missing_library_is_told(monkeypatch):
+def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(AuthenticationFailed, match="pip install cryptography"):
         identity.require_library()
@@ -202,11 +202,11 @@ def test_a_listener_is_closed_to_everybody_but_one(kernel, monkeypatch):
                 assert not loopback.process_has(1, friend.getsockname(), listener.getsockname())
         _check_closed(listener)
         if key:
-            with socket.socket() as stranger:
-                loopback._sign(stranger, bytes(32))
-                stranger.settimeout(0.3)
+            with socket.socket() as other:
+                loopback._sign(other, bytes(32))
+                other.settimeout(0.3)
                 with pytest.raises(TimeoutError):  # another key does not help
-                    stranger.connect(listener.getsockname())
+                    other.connect(listener.getsockname())
 
 
 def _not_permitted(listener, port):
@@ -215,11 +215,11 @@ def _not_permitted(listener, port):
 
 def _check_closed(listener):
     for source in ("127.0.0.1", "127.0.0.2"):
-        with socket.socket() as stranger:
-            stranger.bind((source, 0))
-            stranger.settimeout(0.3)
+        with socket.socket() as other:
+            other.bind((source, 0))
+            other.settimeout(0.3)
             with pytest.raises(TimeoutError):
-                stranger.connect(listener.getsockname())
+                other.connect(listener.getsockname())
 
 
 @pytest.mark.parametrize("big", [False, True])
