@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from ringmaster_dist.transport.quiet import quiet_environment
+from ringmaster_dist.transport.process_settings import prepare_environment
 
-quiet_environment()
+prepare_environment()
 
 
 def main(argv: list[str]) -> int:

@@ -50,7 +50,7 @@ def run(quick: bool, as_json: bool) -> None:
 
 def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
     """The candidates take turns, so that what disturbs the machine disturbs all of them."""
-    from ringmaster_dist.transport.memory import keep_memory
+    from ringmaster_dist.transport.process_settings import keep_memory
 
     keep_memory()
     size = sum(parameter.size for parameter in paper_parameters())
@@ -239,8 +239,8 @@ def _free_port() -> int:
 
 def _client(address: str, tls: bool, exchanges: int) -> None:
     """A worker on another machine: tells its times, the seconds its join took, and the CPU seconds of an exchange."""
-    from ringmaster_dist.transport import star  # noqa: F401  (torch's start is not part of a join)
-    from ringmaster_dist.transport.memory import keep_memory
+    from ringmaster_dist.transport import client  # noqa: F401  (torch's start is not part of a join)
+    from ringmaster_dist.transport.process_settings import keep_memory
 
     keep_memory()
     size = sum(parameter.size for parameter in paper_parameters())
@@ -254,7 +254,7 @@ def _client(address: str, tls: bool, exchanges: int) -> None:
 
 
 def _our_exchange(address: str, wire: Wire, size: int, tls: bool) -> tuple[Callable[[], None], Callable[[], None]]:
-    from ringmaster_dist.transport.star import Client
+    from ringmaster_dist.transport.client import Client
 
     client = Client(address, token=TOKEN, tls=tls, connect_seconds=10.0, call_seconds=60.0)
     welcome = client.join(JoinRequest(PROTOCOL_VERSION, TOKEN, 0))

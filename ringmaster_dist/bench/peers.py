@@ -89,8 +89,8 @@ def serve(
     from ringmaster_dist.algorithm.update import Update
     from ringmaster_dist.server.core import ServerCore
     from ringmaster_dist.server.service import Service, Settings
-    from ringmaster_dist.transport.memory import return_memory
-    from ringmaster_dist.transport.star import Host
+    from ringmaster_dist.transport.host import Host
+    from ringmaster_dist.transport.process_settings import return_memory
 
     return_memory()
     torch.set_num_threads(compute_threads)

@@ -108,8 +108,8 @@ def _update_seconds(problem: str) -> list[float]:
 
 class _Pusher:
     def __init__(self, problem: str, address: str) -> None:
-        from ringmaster_dist.transport.memory import keep_memory
-        from ringmaster_dist.transport.star import Client
+        from ringmaster_dist.transport.client import Client
+        from ringmaster_dist.transport.process_settings import keep_memory
 
         keep_memory()
         torch.set_num_threads(1)

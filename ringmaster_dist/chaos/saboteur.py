@@ -5,11 +5,11 @@ What was done is told in ``faults.jsonl`` of the run directory, so that a fault 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
-import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ringmaster_dist.worker.job import make_job
-from ringmaster_dist.worker.loop import Job
+from ringmaster_dist.transport.loopback import own_sockets
+from ringmaster_dist.worker.job import Job, make_job
 
 NAN, DISCONNECT = signal.SIGUSR1, signal.SIGUSR2
 
@@ -60,16 +60,10 @@ class Saboteur:
 
     def _on_disconnect(self, number: int, frame: FrameType | None) -> None:
         broken = 0
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    continue
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        connection.shutdown(socket.SHUT_RDWR)
-                        broken += 1
-            except OSError:  # it listens, or has just been closed
-                continue
+        for _, connection in own_sockets():
+            with contextlib.suppress(OSError):  # it has just been closed
+                connection.shutdown(socket.SHUT_RDWR)
+                broken += 1
         self._tell("disconnect", connections=broken)
 
     def _tell(self, kind: str, **more: int) -> None:

@@ -7,7 +7,7 @@ import sys
 
 from ringmaster_dist import __version__
 from ringmaster_dist.config.errors import UserError, exit_code_of
-from ringmaster_dist.transport.quiet import quiet_environment
+from ringmaster_dist.transport.process_settings import prepare_environment
 
 COMMANDS = {
     "train": "train in real time: a server and workers of unequal pace, over torch RPC",
@@ -47,7 +47,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    quiet_environment()
+    prepare_environment()
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())

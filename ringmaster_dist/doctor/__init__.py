@@ -1,4 +1,4 @@
-"""What commonly breaks a cluster, looked at one by one."""
+"""Checks of what commonly breaks a cluster, on this machine and towards a server."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at. What is not ok says what to do."""
+    """The result of one check. If it is not ok, the text says what to do."""
 
     what: str
-    ok: bool | None  # None: it depends on what is planned
+    ok: bool | None  # None if it depends on what is planned
     text: str

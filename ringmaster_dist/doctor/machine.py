@@ -1,4 +1,4 @@
-"""This machine by itself: versions, network names, memory, disk, devices, and a small run of its own."""
+"""Checks of this machine: versions, network names, memory, disk, devices, and a small run of its own."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def _versions() -> Finding:
 
 
 def _transport() -> Finding:
-    from ringmaster_dist.transport.star import check_assumptions
+    from ringmaster_dist.transport.agent import check_assumptions
 
     try:
         check_assumptions()
     except RuntimeError as error:
         return Finding("torch RPC", False, f"{error}: install another torch 2.x")
-    return Finding("torch RPC", True, "everything the transport stands on is there")
+    return Finding("torch RPC", True, "everything that the transport needs is there")
 
 
 def _names() -> Finding:
-    """What server.host could be here."""
+    """Whether other machines can reach this one, and by which address."""
     name, listed = socket.gethostname(), elsewhere()
     if listed.startswith("none"):
         return Finding("interface", True, "there is no network but loopback: one machine alone")
@@ -133,7 +133,7 @@ def _computes(device: str, dtype: object) -> bool:
 
 
 def small_run() -> Finding:
-    """A server and two workers on this machine, over RPC, from start to end."""
+    """Runs a server and two workers on this machine, over RPC, from start to end. Blocks for 90 seconds at most."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "ringmaster_dist", "train", f"run.dir={folder}/run", "problem.dim=10",
                    "cluster.workers=2", "cluster.unit_seconds=0.005", "budget.updates=20", "budget.seconds=20",

@@ -1,4 +1,4 @@
-"""A server, as a worker on this machine would meet it. Nothing here joins the run or disturbs it."""
+"""Checks of a server, from where a worker on this machine stands. Nothing here joins the run or disturbs it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from ringmaster_dist.doctor import Finding
 from ringmaster_dist.protocol import Interruptions
+from ringmaster_dist.transport import AuthenticationFailed, Unreachable
 from ringmaster_dist.transport.addresses import resolve, split
-from ringmaster_dist.transport.errors import Mistrusted, Unreachable
-from ringmaster_dist.transport.star import Client, versions
-from ringmaster_dist.transport.tunnel import ask_about, is_ringmaster
+from ringmaster_dist.transport.agent import versions
+from ringmaster_dist.transport.client import Client, ask_about, is_ringmaster
 
-_CONNECT_SECONDS, _CALL_SECONDS = 3.0, 10.0
-_SKEW_SECONDS = 2.0
+_CONNECT_SECONDS, _CALL_SECONDS = 3.0, 10.0  # how long it waits for a connection, and for an answer
+_SKEW_SECONDS = 2.0  # clocks may differ by this much
 
 
 def server_findings(server: str, token: str | None) -> Iterator[Finding]:
-    """Stops where a further look makes no sense."""
+    """Ends after the first failure that makes further checks pointless."""
     host, _ = split(server)
     try:
         yield Finding("name", True, f"{host} is {resolve(host)[1]}")
@@ -35,7 +35,7 @@ def server_findings(server: str, token: str | None) -> Iterator[Finding]:
         yield Finding("port", False, f"{error}: is the run still on (RUN_DIR/address), is server.host an address other "
                       "machines can reach, does a firewall stand between?")  # fmt: skip
         return
-    except Mistrusted as error:
+    except AuthenticationFailed as error:
         yield Finding("token", False, str(error))
         return
     yield Finding("port", True, f"{server} answers with TLS 1.3")
@@ -72,12 +72,12 @@ def _minor(version: object) -> list[str]:
 
 
 def _call(server: str, token: str) -> Finding:
-    """A call that any server answers: it does not know this session."""
+    """Makes a call that every server answers, since it does not know this session."""
     try:
         client = Client(server, token=token, connect_seconds=_CONNECT_SECONDS, call_seconds=_CALL_SECONDS)
         reply = client.fetch("doctor", 0, 0, Interruptions())
         client.close()
-    except (Unreachable, Mistrusted) as error:
+    except (Unreachable, AuthenticationFailed) as error:
         return Finding("RPC", False, f"a call was not answered: {error}")
     return Finding("RPC", True, "a call was answered" + ("; the run is over" if reply.ended else ""))
 

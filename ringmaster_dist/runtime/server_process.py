@@ -37,7 +37,7 @@ from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
 
 if TYPE_CHECKING:
-    from ringmaster_dist.transport.star import Host
+    from ringmaster_dist.transport.host import Host
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def serve(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
     """Serves until the budget is used up or a stop is requested. Writes the summary, and returns it."""
-    from ringmaster_dist.transport.memory import return_memory
+    from ringmaster_dist.transport.process_settings import return_memory
 
     began = time.monotonic()
     return_memory()
@@ -203,9 +203,9 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
 
 def _listen(service: Service, config: Config, directory: RunDirectory, token: str) -> Host:
     """Listens at the configured port. Without one, a restarted server takes its earlier port, and another takes any."""
+    from ringmaster_dist.transport import AuthenticationFailed
     from ringmaster_dist.transport.addresses import AddressError
-    from ringmaster_dist.transport.errors import Mistrusted
-    from ringmaster_dist.transport.star import Host
+    from ringmaster_dist.transport.host import Host
 
     settings, update = config.server, service.core.update
     widest = max(update.dtype.itemsize, (build_wire(config).gradient_dtype or update.dtype).itemsize)
@@ -222,7 +222,7 @@ def _listen(service: Service, config: Config, directory: RunDirectory, token: st
     while True:
         try:
             return listen(port)
-        except (AddressError, Mistrusted, RuntimeError) as error:
+        except (AddressError, AuthenticationFailed, RuntimeError) as error:
             raise UserError(str(error)) from error
         except OSError as error:
             if time.monotonic() < deadline:

@@ -20,6 +20,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.logs import log_as_told
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.runtime.signals import stop_signals
+from ringmaster_dist.transport.process_settings import name_process
 
 _START_SECONDS = 30.0
 _TICK_SECONDS = 0.05
@@ -193,8 +194,7 @@ def _serve(name: str, directory: str) -> None:
 def become(name: str) -> None:
     """A session of its own, so that Ctrl+C in the terminal reaches the supervisor alone; a name for ps and top."""
     os.setsid()
-    with open("/proc/self/comm", "w") as comm:
-        comm.write(name)
+    name_process(name)
 
 
 def leave(code: int) -> None:

@@ -1,4 +1,4 @@
-"""Addresses as users write them, HOST:PORT with brackets around an IPv6 host, and which of them this machine has."""
+"""Addresses as users write them, HOST:PORT with brackets around an IPv6 host, and the addresses of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIOCGIFCONF, _ENTRY_BYTES, _MOST_ENTRIES = 0x8912, 40, 256
 
 
 class AddressError(Exception):
-    """A server cannot listen at this address; the message says why and what to do."""
+    """A server cannot listen at this address. The message says why and what to do."""
 
 
 def split(address: str) -> tuple[str, int]:
@@ -29,11 +29,12 @@ def split(address: str) -> tuple[str, int]:
 
 
 def joined(host: str, port: int) -> str:
+    """The inverse of `split`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. A name counts as what it stands for here; an unknown one does not."""
+    """Whether only this machine can reach the host. A name is resolved first; an unknown name is not loopback."""
     try:
         return ipaddress.ip_address(resolve(host)[1]).is_loopback
     except OSError:
@@ -41,17 +42,17 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve(host: str) -> tuple[socket.AddressFamily, str]:
-    """The address that a name stands for, an IPv4 one if it has both. Raises OSError."""
+    """The address of a name. An IPv4 address is preferred. Blocks for the DNS. Raises OSError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # such as of a..b
+    except UnicodeError as error:  # such as for a..b
         raise OSError(f"{host!r} is not a name") from error
     family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, str(address[0]).partition("%")[0]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; at 0.0.0.0 or ::, on every interface. Raises AddressError, or OSError."""
+    """A listening socket; at 0.0.0.0 or ::, it listens on every interface. Raises AddressError, or OSError."""
     family, address = resolve(host)
     try:
         both = family == socket.AF_INET6 and ipaddress.ip_address(address).is_unspecified
@@ -63,31 +64,31 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def published(host: str, port: int) -> str:
-    """What to tell workers about a server that listens there."""
+    """The address that workers are given for a server that listens at this host and port."""
     if ipaddress.ip_address(resolve(host)[1]).is_unspecified:
-        host = next(iter(_shared_addresses()), "127.0.0.1")
+        host = next(iter(_public_addresses()), "127.0.0.1")
     return joined(host, port)
 
 
 def elsewhere() -> str:
-    """The addresses another machine may know this one by, for an error's last words."""
-    shared = [f"{address} ({name})" for address, name in _shared_addresses().items()]
-    return ", ".join(shared) or "none: this machine has loopback alone"
+    """The addresses by which another machine may reach this one, as the last words of an error message."""
+    public = [f"{address} ({name})" for address, name in _public_addresses().items()]
+    return ", ".join(public) or "none: this machine has loopback alone"
 
 
-def _shared_addresses() -> dict[str, str]:
+def _public_addresses() -> dict[str, str]:
     return {address: name for address, name in local_addresses().items() if not is_loopback(address)}
 
 
 def local_addresses() -> dict[str, str]:
     """This machine's IPv4 addresses, and the interface of each."""
-    memory = array.array("B", bytes(_ENTRY_BYTES * _MOST_ENTRIES))
-    request = struct.pack("iL", len(memory), memory.buffer_info()[0])  # struct ifconf
+    buffer = array.array("B", bytes(_ENTRY_BYTES * _MOST_ENTRIES))
+    request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])  # struct ifconf
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         (used,) = struct.unpack("i", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request)[:4])
     found = {}
     for start in range(0, used, _ENTRY_BYTES):  # struct ifreq: 16 bytes of name, then a sockaddr_in
-        entry = memory[start : start + _ENTRY_BYTES].tobytes()
+        entry = buffer[start : start + _ENTRY_BYTES].tobytes()
         name = entry[:16].partition(b"\0")[0].decode().partition(":")[0]
         found[socket.inet_ntoa(entry[20:24])] = name
     return found

@@ -1,9 +1,9 @@
-"""Both certificates of a run are derived from its token, so that the token is the only secret there is.
+"""The identity of both ends: two certificates that are derived from the run's token, which is the only secret.
 
 scrypt turns the token into one Ed25519 key for the server and one for all workers. Each key has a self-signed
-certificate that is the same wherever it is made. Both ends of a TLS 1.3 connection present their own certificate and
-accept only the other role's: whoever has the token can make both, nobody else can make either. scrypt makes guessing a
-weak token from the public certificate expensive; a random token cannot be guessed at all.
+certificate, which is the same wherever it is made. Both ends of a TLS 1.3 connection present their own certificate and
+accept only the other role's. A holder of the token can make both certificates, and nobody else can make either. scrypt
+makes it expensive to guess a weak token from the public certificate. A random token cannot be guessed.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import importlib.util
 import os
 import ssl
 
-from ringmaster_dist.transport.errors import Mistrusted
+from ringmaster_dist.transport import AuthenticationFailed
 
 SERVER, WORKER = "server", "worker"
 TUNNEL, ABOUT = "ringmaster-tunnel/1", "ringmaster-about/1"  # ALPN: what the connection is for
 _PARTIAL_CHAIN = 0x80000  # trust the certificate itself; ssl has the name from Python 3.10 on only in some builds
-_BEGIN, _END = datetime.datetime(2000, 1, 1), datetime.datetime(2100, 1, 1)  # clocks need not agree
+_BEGIN, _END = datetime.datetime(2000, 1, 1), datetime.datetime(2100, 1, 1)  # so clocks need not agree
 
 
 def server_context(token: str) -> ssl.SSLContext:
-    """For the server's end. Raises Mistrusted if the certificate library is missing."""
+    """The TLS context of the server's end. Raises AuthenticationFailed if the certificate library is missing."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, token, own=SERVER, other=WORKER)
-    context.num_tickets = 0  # every connection proves the token; none is resumed
+    context.num_tickets = 0  # every connection proves the token, none is resumed
     context.set_alpn_protocols([TUNNEL, ABOUT])
     return context
 
 
 def worker_context(token: str, purpose: str = TUNNEL) -> ssl.SSLContext:
-    """For a worker's end. Raises Mistrusted if the certificate library is missing."""
+    """The TLS context of a worker's end. Raises AuthenticationFailed if the certificate library is missing."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, token, own=WORKER, other=SERVER)
     context.set_alpn_protocols([purpose])
     return context
 
 
-def stranger_context() -> ssl.SSLContext:
-    """For looking at a server's certificate without trusting it."""
+def unverified_context() -> ssl.SSLContext:
+    """A TLS context that reads a server's certificate without trusting it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -47,7 +47,7 @@ def stranger_context() -> ssl.SSLContext:
 
 
 def is_ours(certificate: bytes | None) -> bool:
-    """Whether a certificate (DER) is that of a ringmaster server, of whichever token."""
+    """Whether a certificate (DER) is that of a ringmaster server, with any token."""
     return certificate is not None and _common_name(SERVER).encode() in certificate
 
 
@@ -58,12 +58,12 @@ def _common_name(role: str) -> str:
 def _context(protocol: int, token: str, *, own: str, other: str) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the certificate is pinned: names say nothing more
+    context.check_hostname = False  # the certificate is pinned, so its name adds nothing
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= _PARTIAL_CHAIN
     pairs = _pairs(token)
     context.load_verify_locations(cadata=pairs[other][0].decode())
-    # The ssl module reads keys from files only. This one is in memory, and nobody else can open it.
+    # The ssl module reads keys from files only. This file is in memory, and no other user can open it.
     descriptor = os.memfd_create("ringmaster-identity", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, b"".join(pairs[own]))
@@ -75,15 +75,15 @@ def _context(protocol: int, token: str, *, own: str, other: str) -> ssl.SSLConte
 
 @functools.lru_cache(maxsize=4)  # a worker that reconnects does not pay for scrypt again
 def _pairs(token: str) -> dict[str, tuple[bytes, bytes]]:
-    """Certificate and key of both roles, PEM."""
+    """The certificate and the key of each role, as PEM."""
     seeds = hashlib.scrypt(token.encode(), salt=b"ringmaster identity 1", n=2**14, r=8, p=1, dklen=64)
     return {SERVER: _pair(SERVER, seeds[:32]), WORKER: _pair(WORKER, seeds[32:])}
 
 
 def require_library() -> None:
-    """Raises Mistrusted if certificates cannot be made here."""
+    """Raises AuthenticationFailed if certificates cannot be made here."""
     if importlib.util.find_spec("cryptography") is None:
-        raise Mistrusted(
+        raise AuthenticationFailed(
             "the certificate library is missing: pip install cryptography, or, on loopback, server.tls=false"
         )
 

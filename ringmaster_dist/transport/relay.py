@@ -1,8 +1,8 @@
-"""Carries bytes between pairs of connections: one half of each end of the tunnel.
+"""Carries bytes between pairs of connections. Both ends of the tunnel use it.
 
-Small messages, of which there are many, are carried by one thread with a selector: a thread for each connection would
-spend more on taking turns than on the bytes. Big tensors get two threads of their own for each connection, so that
-several are encrypted at once.
+One thread with a selector carries small messages, of which there are many: with a thread for each connection, switching
+would cost more than the bytes. Big tensors get two threads of their own for each connection, so that several are
+encrypted at once.
 """
 
 from __future__ import annotations
@@ -14,72 +14,112 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from ringmaster_dist.transport.sieve import Sieve
+from ringmaster_dist.transport.message_filter import Filter
 from ringmaster_dist.transport.streams import PIECE_BYTES, Stream, shut
-from ringmaster_dist.transport.tensorpipe import Unexpected
+from ringmaster_dist.transport.tensorpipe import ProtocolError
 
 log = logging.getLogger(__name__)
 
-_SWITCH_SECONDS = 0.0005  # the relay's thread waits at most this long for another that computes in Python
-_MOST_WAITING_BYTES = 1 << 20  # for a peer that does not read; until it does, nothing more is read for it
+_SWITCH_SECONDS = 0.0005  # the relay's thread waits at most this long for another thread that runs Python code
+_MOST_UNSENT_BYTES = 1 << 20  # back-pressure: if a peer has not read so much, nothing more is read for that peer
 
 
-@dataclass(eq=False)
+class Side:
+    """One connection of a pair, and the filter for the bytes that come from it. One thread at a time reads from it."""
+
+    other: Side  # the other connection of the pair
+
+    def __init__(self, stream: Stream, message_filter: Filter) -> None:
+        self.stream, self.filter = stream, message_filter
+        self.num_bytes = 0  # received from it so far, decrypted
+        self.unsent = bytearray()  # bytes that its peer has not read yet
+        self.events = 0  # those that the selector waits for
+
+    def carry(self) -> bool:
+        """Forwards what has arrived. Returns False at the end of the stream. Raises OSError, ProtocolError."""
+        try:
+            data = self.stream.socket.recv(PIECE_BYTES)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        self.stream.feed(data)
+        self.forward_decrypted()
+        return True
+
+    def forward_decrypted(self) -> None:
+        """Forwards all decrypted bytes that the stream has."""
+        while data := self.stream.take():
+            self.forward(data)
+
+    def forward(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        for piece in self.filter.filter(memoryview(data)):
+            self.other.unsent += self.other.stream.wrapped(piece)
+            self.other.flush()
+
+    def flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            sent = self.stream.socket.send(self.unsent)
+            del self.unsent[:sent]
+
+
 class Pair:
-    """Two connections, the sieve for what goes from the first to the second, and the one for the way back."""
+    """Two connections. ``first`` are bytes that have come from outside already.
 
-    outside: Stream
-    inside: Stream
-    inwards: Sieve
-    outwards: Sieve
-    first: bytes = b""  # what has come from outside already
-    on_end: Callable[[str], None] = lambda reason: None  # told once, with the reason if a sieve has ended it
-    counted: dict[str, int] = field(default_factory=lambda: {"received": 0, "sent": 0})
+    ``on_end`` is called once, with the reason if a filter has ended the pair.
+    """
+
+    def __init__(self, outside: Side, inside: Side, on_end: Callable[[str], None], first: bytes = b"") -> None:
+        self.outside, self.inside, self.sides = outside, inside, (outside, inside)
+        outside.other, inside.other = inside, outside
+        self.on_end, self.first = on_end, first
+
+    def shut(self) -> None:
+        """Ends both connections. Threads that wait on them wake up."""
+        for side in self.sides:
+            shut(side.stream.socket)
 
 
 class Relay:
-    """`add` may be called by any thread, before and after `start`."""
+    """Its threads start at once. Any thread may call `add` and `close`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._new: list[Pair] = []
         self._pairs: set[Pair] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # protects the two above and the three below
+        self._closed = False
+        self._received = self._sent = 0  # bytes of pairs that have ended
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._closed = False
-        self._carried = {"received": 0, "sent": 0}  # by pairs that have ended
-
-    def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         threading.Thread(target=self._run, name="relay", daemon=True).start()
 
     def add(self, pair: Pair, *, big: bool = False) -> None:
-        """``big``: with threads of its own."""
+        """Carries the pair's bytes from now on. A big pair gets two threads of its own."""
         with self._lock:
             self._pairs.add(pair)
             closed = self._closed
         if closed:
             self._end(pair, "")
         elif big:
-            threading.Thread(target=self._carry_alone, args=(pair,), name="tensors", daemon=True).start()
+            threading.Thread(target=self._carry_big, args=(pair,), name="tensors", daemon=True).start()
         else:
             with self._lock:
                 self._new.append(pair)
             self._wake_up()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Ends all connections. Does not wait for the threads."""
         with self._lock:
             self._closed = True
             pairs = list(self._pairs)
         for pair in pairs:
-            shut(pair.outside.socket)
-            shut(pair.inside.socket)
+            pair.shut()
         self._wake_up()
 
     @property
@@ -88,32 +128,29 @@ class Relay:
 
     @property
     def carried(self) -> dict[str, int]:
-        """Bytes from outside and to outside so far, before encryption."""
+        """Bytes received from outside and sent to outside so far, before encryption."""
         with self._lock:
-            return {
-                name: number + sum(pair.counted[name] for pair in self._pairs) for name, number in self._carried.items()
-            }
+            received = self._received + sum(pair.outside.num_bytes for pair in self._pairs)
+            sent = self._sent + sum(pair.inside.num_bytes for pair in self._pairs)
+            return {"received": received, "sent": sent}
 
     def _wake_up(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):  # the buffer is full, so the thread wakes up in any case
             self._wake.send(b"!")
-        except BlockingIOError:  # it will wake up anyway
-            return
 
     def _end(self, pair: Pair, reason: str) -> None:
-        for stream in (pair.outside, pair.inside):
-            shut(stream.socket)
+        pair.shut()
         with self._lock:
             if pair not in self._pairs:
                 return
             self._pairs.discard(pair)
-            for name, number in pair.counted.items():
-                self._carried[name] += number
-        for stream in (pair.outside, pair.inside):
-            stream.socket.close()
+            self._received += pair.outside.num_bytes
+            self._sent += pair.inside.num_bytes
+        for side in pair.sides:
+            side.stream.socket.close()
         pair.on_end(reason)
 
-    # --- one thread for all that is small ------------------------------------------------------------------
+    # --- one thread for all small pairs ----------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -123,19 +160,18 @@ class Relay:
                     if self._closed and not self._pairs:
                         return
                     continue
-                side: _Side = key.data
-                if side.pair not in self._pairs:  # ended by its other side, a moment ago
+                pair, side = key.data
+                if pair not in self._pairs:  # its other side has ended it a moment ago
                     continue
                 try:
                     if events & selectors.EVENT_WRITE:
                         side.flush()
                     if events & selectors.EVENT_READ and not side.carry():
-                        self._forget(side, "")
-                    if side.pair in self._pairs:
-                        self._listen(side)
-                        self._listen(side.other)
+                        self._drop(pair, side, "")
+                    else:
+                        self._select(pair)
                 except Exception as error:
-                    self._give_up(side, error)
+                    self._give_up(pair, side, error)
 
     def _take_new(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -143,124 +179,72 @@ class Relay:
         with self._lock:
             new, self._new = self._new, []
         for pair in new:
-            outside, inside = _Side(pair, pair.outside, pair.inwards), _Side(pair, pair.inside, pair.outwards)
-            outside.other, inside.other = inside, outside
             try:
-                for side in (outside, inside):
+                for side in pair.sides:
                     side.stream.socket.setblocking(False)
-                outside.pass_on(pair.first)
-                while outside.carry_decrypted():
-                    pass
-                self._listen(outside)
-                self._listen(inside)
+                pair.outside.forward(pair.first)
+                pair.outside.forward_decrypted()
+                self._select(pair)
             except Exception as error:
-                self._give_up(outside, error)
+                self._give_up(pair, pair.outside, error)
 
-    def _listen(self, side: _Side) -> None:
-        """Reads from it while the other side takes what was read, and waits to write what it has not taken yet."""
-        events = selectors.EVENT_READ if len(side.other.waiting) < _MOST_WAITING_BYTES else 0
-        events |= selectors.EVENT_WRITE if side.waiting else 0
-        if events != side.events:
-            side.events = events
-            if side.is_registered:
-                self._selector.unregister(side.stream.socket)
-                side.is_registered = False
-            if events:
-                self._selector.register(side.stream.socket, events, side)
-                side.is_registered = True
+    def _select(self, pair: Pair) -> None:
+        """Reads from each side unless the other side is behind, and waits to write to a side that is behind."""
+        for side in pair.sides:
+            events = selectors.EVENT_READ if len(side.other.unsent) < _MOST_UNSENT_BYTES else 0
+            events |= selectors.EVENT_WRITE if side.unsent else 0
+            if events != side.events:
+                self._deselect(side)
+                if events:
+                    self._selector.register(side.stream.socket, events, (pair, side))
+                side.events = events
 
-    def _give_up(self, side: _Side, error: Exception) -> None:
-        """One pair ends, whatever was wrong with it; the thread carries the others."""
-        if not isinstance(error, (OSError, Unexpected)):
+    def _deselect(self, side: Side) -> None:
+        if side.events:
+            self._selector.unregister(side.stream.socket)
+            side.events = 0
+
+    def _give_up(self, pair: Pair, side: Side, error: Exception) -> None:
+        """Ends one pair, whatever was wrong with it. The thread continues to carry the others."""
+        if not isinstance(error, (OSError, ProtocolError)):
             log.warning("a connection was ended because of %r", error)
-        self._forget(side, str(error) if isinstance(error, Unexpected) else "")
+        self._drop(pair, side, str(error) if isinstance(error, ProtocolError) else "")
 
-    def _forget(self, side: _Side, reason: str) -> None:
+    def _drop(self, pair: Pair, side: Side, reason: str) -> None:
+        """Ends a pair after one side has ended."""
         with contextlib.suppress(OSError):
-            side.other.flush()  # what came just before the end
-        for one in (side, side.other):
-            if one.is_registered:
-                self._selector.unregister(one.stream.socket)
-                one.is_registered = False
-        self._end(side.pair, reason)
+            side.other.flush()  # the bytes that came just before the end
+        for one in pair.sides:
+            self._deselect(one)
+        self._end(pair, reason)
 
-    # --- two threads for what is big -----------------------------------------------------------------------
+    # --- two threads for each big pair -----------------------------------------------------------------------
 
-    def _carry_alone(self, pair: Pair) -> None:
+    def _carry_big(self, pair: Pair) -> None:
         reasons: list[str] = []
-        for stream in (pair.inside, pair.outside):  # before either thread uses them
-            stream.socket.setblocking(True)
+        for side in pair.sides:  # before either thread uses them
+            side.stream.socket.setblocking(True)
 
-        def carry(source: Stream, target: Stream, sieve: Sieve, first: bytes, name: str) -> None:
+        def carry(side: Side, first: bytes) -> None:
             buffer = memoryview(bytearray(PIECE_BYTES))
             try:
                 data = memoryview(first)
                 while True:
-                    for piece in sieve.sift(data):
-                        target.send(piece)
-                    count = source.receive_into(buffer)
+                    for piece in side.filter.filter(data):
+                        side.other.stream.send(piece)
+                    count = side.stream.receive_into(buffer)
                     if not count:
                         break
-                    pair.counted[name] += count
+                    side.num_bytes += count
                     data = buffer[:count]
-            except Unexpected as error:
+            except ProtocolError as error:
                 reasons.append(str(error))
             except OSError as error:
                 log.debug("a connection has ended: %s", error)
-            shut(source.socket)  # the other thread's reading ends with it
-            shut(target.socket)
+            pair.shut()  # which ends the other thread's read
 
-        back = threading.Thread(
-            target=carry, args=(pair.inside, pair.outside, pair.outwards, b"", "sent"), name="tensors", daemon=True
-        )
+        back = threading.Thread(target=carry, args=(pair.inside, b""), name="tensors", daemon=True)
         back.start()
-        carry(pair.outside, pair.inside, pair.inwards, pair.first, "received")
+        carry(pair.outside, pair.first)
         back.join()
         self._end(pair, reasons[0] if reasons else "")
-
-
-class _Side:
-    """One of the two connections of a pair, while the relay's own thread serves it."""
-
-    other: _Side
-
-    def __init__(self, pair: Pair, stream: Stream, sieve: Sieve) -> None:
-        self.pair, self.stream, self._sieve = pair, stream, sieve
-        self._name = "received" if stream is pair.outside else "sent"
-        self.waiting = bytearray()  # what its peer has not taken yet
-        self.events, self.is_registered = 0, False
-
-    def carry(self) -> bool:
-        """Passes on what has come; False at the end. Raises OSError, Unexpected."""
-        try:
-            data = self.stream.socket.recv(PIECE_BYTES)
-        except BlockingIOError:
-            return True
-        if not data:
-            return False
-        self.stream.feed(data)
-        while self.carry_decrypted():
-            pass
-        return True
-
-    def carry_decrypted(self) -> bool:
-        """Passes on what has come before; False when there is no more of it."""
-        data = self.stream.take()
-        self.pass_on(data)
-        return bool(data)
-
-    def pass_on(self, data: bytes) -> None:
-        self.pair.counted[self._name] += len(data)
-        for piece in self._sieve.sift(memoryview(data)):
-            self.other.write(piece)
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.waiting += self.stream.wrapped(data)
-        self.flush()
-
-    def flush(self) -> None:
-        try:
-            sent = self.stream.socket.send(self.waiting)
-        except BlockingIOError:
-            return
-        del self.waiting[:sent]

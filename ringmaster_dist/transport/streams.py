@@ -1,8 +1,8 @@
-"""A byte stream over a socket: encrypted, or plain where that is wanted. Both ends of the tunnel use it.
+"""Byte streams over a socket, encrypted or plain. Both ends of the tunnel use them.
 
-TLS runs over memory buffers (``ssl.MemoryBIO``) rather than ``SSLSocket``: one call encrypts or decrypts a quarter of a
+TLS runs over memory buffers (``ssl.MemoryBIO``) rather than ``SSLSocket``. One call encrypts or decrypts a quarter of a
 megabyte, and the same object serves a handshake without blocking and, later, two threads that block. One thread may
-read while another writes; OpenSSL's object is locked, the socket is not.
+read while another writes: a lock protects OpenSSL's object, and the socket needs none.
 """
 
 from __future__ import annotations
@@ -11,83 +11,68 @@ import socket
 import ssl
 import struct
 import threading
-from typing import Protocol
+from typing import Any, NoReturn
 
-from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, Unexpected
+from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
 PIECE_BYTES = 1 << 18
 _MOST_FRAME_BYTES = 1 << 16
 
 
-class Stream(Protocol):
-    """What the tunnel's ends read from and write to: blocking, or in steps (`feed`, `take`, `wrapped`)."""
+class Stream:
+    """A plain byte stream. It is read and written with blocking calls, or in steps (`feed`, `take`, `wrapped`)."""
 
-    socket: socket.socket
-
-    def receive_into(self, view: memoryview) -> int:
-        """Blocks until there is something; 0 at the end. Raises OSError."""
-        ...
-
-    def send(self, data: bytes | memoryview) -> None:
-        """Blocks until all of it is handed to the system. Raises OSError."""
-        ...
-
-    def feed(self, data: bytes | memoryview) -> None:
-        """Takes what was read from the socket."""
-        ...
-
-    def take(self) -> bytes:
-        """What was fed, as the peer has meant it, as far as that is known; at most a piece of it at once."""
-        ...
-
-    def wrapped(self, data: bytes | memoryview) -> bytes | memoryview:
-        """What has to be written to the socket to send this."""
-        ...
-
-
-class PlainStream:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self.receive_into = connection.recv_into
-        self.send = connection.sendall
         self._fed = b""
 
+    def receive_into(self, view: memoryview) -> int:
+        """Blocks until bytes arrive and returns their number, which is 0 at the end. Raises OSError."""
+        return self.socket.recv_into(view)
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Blocks until all of the data is handed to the system. Raises OSError."""
+        self.socket.sendall(data)
+
     def feed(self, data: bytes | memoryview) -> None:
+        """Accepts bytes that were read from the socket."""
         self._fed += data
 
     def take(self) -> bytes:
+        """The next decrypted piece of what was fed, or nothing if the rest of a record is still to come."""
         data, self._fed = self._fed, b""
         return data
 
     def wrapped(self, data: bytes | memoryview) -> bytes | memoryview:
+        """The bytes to write to the socket in order to send the data."""
         return data
 
 
-class TlsStream:
-    """Call `handshake` until it says True, with what the peer sends given to `feed`; then use it as a `Stream`."""
+class TlsStream(Stream):
+    """An encrypted stream. First call `handshake` until it returns True, and `feed` it what the peer sends."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
-        self.socket = connection
+        super().__init__(connection)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._lock = threading.Lock()
-        self._raw: memoryview | None = None  # made when it is needed: strangers never get that far
+        self._raw: memoryview | None = None  # allocated at the first read, so that a pending peer costs little
 
     @property
     def purpose(self) -> str | None:
-        """What the peer asked for (ALPN)."""
+        """The purpose of the connection, which the peer chose (ALPN)."""
         return self._object.selected_alpn_protocol()
 
     @property
     def certificate(self) -> bytes | None:
-        """The peer's, DER."""
+        """The peer's certificate, as DER."""
         return self._object.getpeercert(binary_form=True)
 
     def feed(self, data: bytes | memoryview) -> None:
         self._incoming.write(data)
 
     def handshake(self) -> bool:
-        """One step, without waiting for the peer; whether the peer has proven itself. Raises ssl.SSLError."""
+        """Takes one step without blocking. Returns whether the peer has proven itself. Raises ssl.SSLError."""
         try:
             self._object.do_handshake()
         except ssl.SSLWantReadError:
@@ -97,7 +82,7 @@ class TlsStream:
         return True
 
     def handshake_blocking(self) -> None:
-        """All of it, within the socket's timeout. Raises OSError, of which ssl.SSLError is one, or EOFError."""
+        """Blocks, each read for at most the socket's timeout. Raises OSError (ssl.SSLError is one) or EOFError."""
         while not self.handshake():
             self._fill()
 
@@ -105,7 +90,7 @@ class TlsStream:
         with self._lock:
             try:
                 if self._incoming.pending or self._object.pending():
-                    return self._object.read(PIECE_BYTES) or self._has_ended()
+                    return self._object.read(PIECE_BYTES) or self._refuse_more()
             except ssl.SSLWantReadError:  # the rest of a record is still to come
                 pass
         return b""
@@ -127,21 +112,21 @@ class TlsStream:
         self.socket.sendall(self.wrapped(data))
 
     def _decrypt_into(self, view: memoryview) -> int:
-        """As many records as are there and fit: OpenSSL gives them one by one."""
+        """Decrypts as many records as have arrived and fit. OpenSSL returns them one by one."""
         count = 0
         with self._lock:
             try:
                 while count < len(view) and (self._incoming.pending or self._object.pending()):
-                    received = self._object.read(len(view) - count, view[count:])
+                    received: Any = self._object.read(len(view) - count, view[count:])  # a number, with a buffer
                     if not received:
-                        self._has_ended()
+                        self._refuse_more()
                     count += received
             except ssl.SSLWantReadError:  # the rest of a record is still to come
                 pass
         return count
 
-    def _has_ended(self) -> bytes:
-        """The peer has said that nothing more comes; what comes all the same is not read."""
+    def _refuse_more(self) -> NoReturn:
+        """The peer has closed the TLS stream. Bytes that it sends after that are not read."""
         raise ConnectionAbortedError("the peer has ended the stream")
 
     def _fill(self) -> None:
@@ -158,7 +143,7 @@ class TlsStream:
 
 
 def tune(connection: socket.socket) -> socket.socket:
-    """No delay for small messages, and no connection that outlives its peer for long."""
+    """Small messages are sent at once. Keep-alive ends a connection 90 seconds after its peer has disappeared."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
@@ -167,7 +152,7 @@ def tune(connection: socket.socket) -> socket.socket:
 
 
 def shut(connection: socket.socket) -> None:
-    """Ends a connection for both sides; threads that wait on it wake up."""
+    """Ends a connection for both sides. Threads that wait on it wake up."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # it has ended already
@@ -175,10 +160,10 @@ def shut(connection: socket.socket) -> None:
 
 
 def read_frame(stream: Stream) -> bytes:
-    """A whole frame of TensorPipe's, of the small ones that open a connection. Raises OSError or Unexpected."""
+    """One of the small frames that open a connection. Blocks until it is whole. Raises OSError, ProtocolError."""
     (length,) = struct.unpack("<Q", _read_exactly(stream, LENGTH_BYTES))
     if length > _MOST_FRAME_BYTES:
-        raise Unexpected(f"an answer of {length} bytes")
+        raise ProtocolError(f"an answer of {length} bytes")
     return _read_exactly(stream, length)
 
 

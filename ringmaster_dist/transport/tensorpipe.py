@@ -1,14 +1,17 @@
-"""How torch's TensorPipe agents talk, as far as the tunnel has to know it.
+"""The wire format of torch's TensorPipe agents, as far as the tunnel has to know it.
 
-A connection carries frames: eight bytes of length (little-endian), then the frame. A worker opens one connection for
-its calls. Its first frame is a greeting with the worker's name, the second a brochure of what it can do. The server
-answers with the address at which it expects further connections and a registration number for each; these begin with
-that number. Then every call is a descriptor, which states all lengths, and four payload frames: message type, message
-id, the call, and a pickle of what its tensors look like. Tensors travel on a channel's connections: as they are
-(``basic``), or as an address in the sender's memory (``cma``, for processes of one machine).
+A connection carries frames. A frame is eight bytes of length (little-endian), then the content. A worker opens one
+connection for its calls. The first frame is a greeting with the worker's name, and the second is a brochure, which
+lists the transports and channels that the worker can use. The server's answer has the address where the server expects
+further connections, and a registration number for each of them. A further connection begins with its number.
 
-Frames are encoded with libnop. Everything here raises `Unexpected` for bytes that are not what torch is known to write:
-nothing is guessed, and nothing is passed over.
+After that, every call is a descriptor, which states all lengths, and four payload frames: the message type, the message
+id, the call, and a pickle that describes the tensors. Tensors travel on the connections of a channel. The channel
+``basic`` sends their bytes. The channel ``cma``, between processes of one machine, sends their address in the sender's
+memory.
+
+Frames are encoded with libnop. Every function here raises `ProtocolError` for bytes that differ from what torch is
+known to write. Nothing is guessed and nothing is skipped.
 """
 
 from __future__ import annotations
@@ -18,18 +21,21 @@ import struct
 from typing import NamedTuple
 
 LENGTH_BYTES = 8
-PYTHON_CALL = struct.pack("<i", 0x102)  # a message type of torch RPC: a call of a Python function, and nothing else
+PYTHON_CALL = struct.pack("<i", 0x102)  # torch RPC's message type for a call of a Python function
 _DESCRIPTOR_REPLY = 1  # the purpose of a pipe's second connection
 _STRUCTURE, _ARRAY, _MAP, _BINARY, _STRING, _VARIANT = 0xB9, 0xBA, 0xBB, 0xBC, 0xBD, 0xB8
+_BASIC_BROCHURE = (
+    b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbb\x01\xb9\x02\xbd\x03cpu\x00\xbd\x03any"
+)
 _WIDTHS = {0x80: "<B", 0x81: "<H", 0x82: "<I", 0x83: "<Q"}
 
 
-class Unexpected(ValueError):
-    """Bytes that are not what torch is known to write."""
+class ProtocolError(ValueError):
+    """A peer sent something that a worker or server of this system never sends."""
 
 
 class Reader:
-    """Reads a frame from front to back."""
+    """Decodes one frame from front to back."""
 
     def __init__(self, frame: bytes) -> None:
         self._frame, self.position = frame, 0
@@ -37,25 +43,25 @@ class Reader:
     def _take(self, count: int) -> bytes:
         piece = self._frame[self.position : self.position + count]
         if len(piece) != count:
-            raise Unexpected("a frame that is cut short")
+            raise ProtocolError("a frame that is cut short")
         self.position += count
         return piece
 
     def _prefix(self, prefix: int) -> None:
         if self._take(1)[0] != prefix:
-            raise Unexpected(f"a frame without {prefix:#x} where it belongs")
+            raise ProtocolError(f"a frame without {prefix:#x} where it belongs")
 
     def integer(self) -> int:
         first = self._take(1)[0]
         if first < 0x80:
             return first
         if first not in _WIDTHS:
-            raise Unexpected("a frame without a number where it belongs")
+            raise ProtocolError("a frame without a number where it belongs")
         layout = _WIDTHS[first]
         (value,) = struct.unpack(layout, self._take(struct.calcsize(layout)))
-        # TensorPipe ends its process at an encoding that it does not expect, such as a wide one of a small number.
+        # TensorPipe aborts its process at an encoding that it does not expect, such as a wide one of a small number.
         if encoded(value)[0] != first:
-            raise Unexpected("a number that is written in another way than torch does")
+            raise ProtocolError("a number that is written in another way than torch does")
         return int(value)
 
     def text(self) -> str:
@@ -67,61 +73,52 @@ class Reader:
         self._prefix(_BINARY)
         data = self._take(self.integer())
         if len(data) % 8:
-            raise Unexpected("a vector of odd length")
+            raise ProtocolError("a vector of odd length")
         return list(struct.unpack(f"<{len(data) // 8}Q", data))
 
     def structure(self, members: int) -> None:
         self._prefix(_STRUCTURE)
         if self.integer() != members:
-            raise Unexpected("a structure with other members")
+            raise ProtocolError("a structure with other members")
 
     def variant(self) -> int:
         self._prefix(_VARIANT)
         return self.integer()
 
     def count(self, prefix: int) -> range:
-        """The elements of an array or a map."""
+        """The indices of an array's or a map's elements."""
         self._prefix(prefix)
         return range(self.integer())
 
     def cpu(self) -> None:
-        """The one device whose memory is sent from and to."""
+        """The CPU, the only device that tensors are sent from and to."""
         self.structure(2)
         if (self.text(), self.integer()) != ("cpu", 0):
-            raise Unexpected("a tensor that is not in the memory of the CPU")
+            raise ProtocolError("a tensor that is not in the memory of the CPU")
 
     def end(self) -> None:
         if self.position != len(self._frame):
-            raise Unexpected("a frame with something behind its end")
+            raise ProtocolError("a frame with something behind its end")
 
 
-class Greeting(NamedTuple):
-    """The first frame of a connection: a new pipe's, with the worker's name, or a further one's, with its number."""
-
-    name: str | None
-    registration: int | None
-
-
-def read_greeting(frame: bytes) -> Greeting:
+def read_greeting(frame: bytes) -> str | int:
+    """The first frame of a connection: the worker's name for a new pipe, else a registration number."""
     reader = Reader(frame)
     kind = reader.variant()
     reader.structure(1)
-    if kind == 0:
-        greeting = Greeting(reader.text(), None)
-    elif kind == 1:
-        greeting = Greeting(None, reader.integer())
-    else:
-        raise Unexpected("a greeting of another kind")
+    if kind not in (0, 1):
+        raise ProtocolError("a greeting of another kind")
+    greeting = reader.text() if kind == 0 else reader.integer()
     reader.end()
     return greeting
 
 
 def read_brochure(frame: bytes, without: str = "") -> bytes:
-    """Checks the form of what says which transports and channels a worker knows; returns it without one channel."""
+    """Checks the list of a worker's transports and channels, and returns it without one channel."""
     reader = Reader(frame)
     reader.structure(2)
     if [reader.text() for _ in reader.count(_MAP) for _ in range(2)] != ["uv", "uv:*"]:
-        raise Unexpected("a brochure of other transports than uv")
+        raise ProtocolError("a brochure of other transports than uv")
     start, names, kept = reader.position, set(), []
     for _ in reader.count(_MAP):
         begin = reader.position
@@ -132,26 +129,14 @@ def read_brochure(frame: bytes, without: str = "") -> bytes:
             kept.append(frame[begin : reader.position])
     reader.end()
     if names not in ({"basic"}, {"basic", "cma"}) or len(kept) > len(names):
-        raise Unexpected(f"a brochure of the channels {sorted(names)}")
+        raise ProtocolError(f"a brochure of the channels {sorted(names)}")
     return frame[:start] + bytes([_MAP, len(kept)]) + b"".join(kept)
 
 
 def opening(name: str) -> bytes:
-    """What a worker that knows only sockets would open a pipe with: greeting and brochure."""
-
-    def text(words: str) -> bytes:
-        return bytes([_STRING, len(words)]) + words.encode()
-
-    def structure(*members: bytes) -> bytes:
-        return bytes([_STRUCTURE, len(members)]) + b"".join(members)
-
-    def mapping(key: bytes, value: bytes) -> bytes:
-        return bytes([_MAP, 1]) + key + value
-
-    device = structure(text("cpu"), b"\0")
-    greeting = bytes([_VARIANT, 0]) + structure(text(name))
-    brochure = structure(mapping(text("uv"), text("uv:*")), mapping(text("basic"), mapping(device, text("any"))))
-    return framed(greeting) + framed(brochure)
+    """The greeting and the brochure of a worker that can use sockets only."""
+    greeting = bytes([_VARIANT, 0, _STRUCTURE, 1, _STRING, len(name)]) + name.encode()
+    return framed(greeting) + framed(_BASIC_BROCHURE)
 
 
 def registration(number: int) -> bytes:
@@ -162,11 +147,11 @@ def registration(number: int) -> bytes:
 class Answer(NamedTuple):
     """The server's answer to a brochure."""
 
-    before: bytes  # the frame up to the address
+    before: bytes  # the part of the frame before the address
     address: str  # where the worker is to open its further connections
-    after: bytes  # and the frame behind it
+    after: bytes  # the part of the frame after the address
     reply: int  # the registration number of the pipe's second connection
-    channels: dict[str, list[int]]  # and those of each channel's connections
+    channels: dict[str, list[int]]  # the registration numbers of each channel's connections
 
     @property
     def frame(self) -> bytes:
@@ -181,7 +166,7 @@ def read_answer(frame: bytes) -> Answer:
     reader = Reader(frame)
     reader.structure(7)
     if reader.text() != "uv":
-        raise Unexpected("an answer that chooses another transport than uv")
+        raise ProtocolError("an answer that chooses another transport than uv")
     start = reader.position
     address = reader.text()
     end = reader.position
@@ -192,20 +177,22 @@ def read_answer(frame: bytes) -> Answer:
         reader.text()
         _cpu_descriptor(reader)
     if len(reader.count(_MAP)) != 1 or len(reader.count(_ARRAY)) != 2:
-        raise Unexpected("an answer about other than a pair of devices")
-    reader.cpu(), reader.cpu(), reader.text()
+        raise ProtocolError("an answer about other than a pair of devices")
+    reader.cpu()
+    reader.cpu()
+    reader.text()
     reader.end()
     if set(replies) != {_DESCRIPTOR_REPLY} or len(address) >= 0x80:
-        raise Unexpected("an answer with other connections")
+        raise ProtocolError("an answer with other connections")
     if {name: len(numbers) for name, numbers in channels.items()} not in ({"basic": 1}, {"cma": 2}):
-        raise Unexpected(f"an answer that chooses the channels {sorted(channels)}")
+        raise ProtocolError(f"an answer that chooses the channels {sorted(channels)}")
     return Answer(frame[:start], address, frame[end:], replies[_DESCRIPTOR_REPLY], channels)
 
 
 class Descriptor(NamedTuple):
-    """What a message is made of."""
+    """The lengths of a message's parts, in bytes."""
 
-    payloads: list[int]  # the bytes of each
+    payloads: list[int]
     tensors: list[int]
 
 
@@ -221,28 +208,29 @@ def read_descriptor(frame: bytes) -> Descriptor:
     for _ in reader.count(_ARRAY):
         reader.structure(4)
         tensors.append(reader.integer())
-        reader.cpu(), reader.cpu()
+        reader.cpu()
+        reader.cpu()
         metadata.append(reader.text())
     reader.end()
     if len(payloads) != 4 or any(metadata):
-        raise Unexpected("a message that is not one of torch RPC")
+        raise ProtocolError("a message that is not one of torch RPC")
     return Descriptor(payloads, tensors)
 
 
 def read_memory_address(frame: bytes) -> int:
-    """The process that a ``cma`` descriptor names; the address in it may be any."""
+    """The process that a ``cma`` descriptor names. The address in that process may be any."""
     reader = Reader(frame)
     reader.structure(2)
     process = reader.integer()
     reader.integer()
     reader.end()
     if process >= 1 << 31:
-        raise Unexpected("a number that is no process")
+        raise ProtocolError("a number that is no process")
     return process
 
 
-# Workers send one vector without strides or offset. Torch's C++ unpickler does not check sizes against the bytes that
-# arrived, so a larger size would make it read beyond them.
+# Workers send one vector of shape (n,) without strides or offset. Torch's C++ unpickler does not compare sizes with the
+# bytes that arrived, so a larger size would make it read out of bounds.
 _INTEGER = rb"(K.|M..|J....|\x8a\x08.{8})"
 _EMPTY = b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](etR."
 _VECTOR = re.compile(
@@ -256,22 +244,22 @@ _ITEM_BYTES = {b"Double": 8, b"Float": 4, b"Half": 2, b"BFloat16": 2, b"Long": 8
 
 
 def check_tensors(pickle: bytes, lengths: list[int]) -> None:
-    """That the pickle which describes a message's tensors describes these bytes, as vectors, and nothing else."""
+    """Checks that the pickle describes one plain vector of the announced length, or no tensor if none was announced."""
     if not lengths:
         if pickle != _EMPTY:
-            raise Unexpected("a description of tensors that were not sent")
+            raise ProtocolError("a description of tensors that were not sent")
         return
     found = _VECTOR.fullmatch(pickle)
     if found is None or len(lengths) != 1:
-        raise Unexpected("a tensor that is not one plain vector")
+        raise ProtocolError("a tensor that is not one plain vector")
     kind, stored, size = found.groups()
     item_bytes = _ITEM_BYTES.get(kind, 0)
     if not item_bytes or any(_integer(text) * item_bytes != lengths[0] for text in (stored, size)):
-        raise Unexpected("a tensor of another size than the bytes that came")
+        raise ProtocolError("a tensor of another size than the bytes that came")
 
 
 def _integer(text: bytes) -> int:
-    """As the unpickler reads it."""
+    """A number of the pickle, decoded as the unpickler decodes it."""
     digits = text[2:] if text[:1] == b"\x8a" else text[1:]
     return int.from_bytes(digits, "little", signed=text[:1] in b"J\x8a")
 
@@ -281,7 +269,7 @@ def framed(frame: bytes) -> bytes:
 
 
 def encoded(value: int) -> bytes:
-    """A number that is not negative, as short as can be."""
+    """The shortest encoding of a non-negative number."""
     if value < 0x80:
         return bytes([value])
     prefix, layout = next((p, layout) for p, layout in _WIDTHS.items() if value < 1 << (8 * struct.calcsize(layout)))
@@ -289,7 +277,8 @@ def encoded(value: int) -> bytes:
 
 
 def _cpu_descriptor(reader: Reader) -> None:
-    """What a channel says of the CPU, and of no other device."""
+    """A channel's entry for the CPU, and for no other device."""
     if len(reader.count(_MAP)) != 1:
-        raise Unexpected("a channel for other devices than the CPU")
-    reader.cpu(), reader.text()
+        raise ProtocolError("a channel for other devices than the CPU")
+    reader.cpu()
+    reader.text()

@@ -1,1 +1,1 @@
-"""A worker: takes a snapshot, computes a gradient, pushes it, goes on from what it gets back."""
+"""A worker takes a snapshot, computes a gradient, pushes it and continues from the reply."""

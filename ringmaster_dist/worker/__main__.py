@@ -8,21 +8,20 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ringmaster_dist.transport.quiet import quiet_environment
+from ringmaster_dist.transport.process_settings import prepare_environment
 
-quiet_environment()
+prepare_environment()
 
 
-from ringmaster_dist.config.build import explain_difference  # noqa: E402
 from ringmaster_dist.config.errors import UserError  # noqa: E402
 from ringmaster_dist.config.secret import given_token  # noqa: E402
 from ringmaster_dist.logs import log_as_told  # noqa: E402
+from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable  # noqa: E402
 from ringmaster_dist.transport.addresses import split  # noqa: E402
-from ringmaster_dist.transport.errors import Mistrusted, Misunderstood, Unreachable  # noqa: E402
-from ringmaster_dist.transport.memory import keep_memory  # noqa: E402
-from ringmaster_dist.transport.star import Client  # noqa: E402
-from ringmaster_dist.worker.job import make_job  # noqa: E402
-from ringmaster_dist.worker.loop import Failed, Job, Lost, Refused, Worker  # noqa: E402
+from ringmaster_dist.transport.client import Client  # noqa: E402
+from ringmaster_dist.transport.process_settings import keep_memory  # noqa: E402
+from ringmaster_dist.worker.job import Job, make_job  # noqa: E402
+from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker  # noqa: E402
 
 HELP = """python -m ringmaster_dist.worker server=HOST:PORT [key=value ...]
 
@@ -72,7 +71,7 @@ def work(
     tls: bool = True, target: str = "", connect_seconds: float = 10.0, call_seconds: float = 60.0,
     patience_seconds: float = 180.0,
 ) -> int:  # fmt: skip
-    """Works until the run is over; returns the exit code. ``server`` is an address, @FILE, or who knows one."""
+    """Blocks until the run is over, and returns the exit code. ``server`` is an address, @FILE, or returns one."""
     keep_memory()
 
     where = ""
@@ -82,10 +81,7 @@ def work(
         where = _where(server) if isinstance(server, str) else server()
         return Client(where, token=token, tls=tls, connect_seconds=connect_seconds, call_seconds=call_seconds)
 
-    worker = Worker(
-        connect, Unreachable, partial(make, target=target), token=token, slot=slot, patience_seconds=patience_seconds,
-        explain=explain_difference,
-    )  # fmt: skip
+    worker = Worker(connect, partial(make, target=target), token=token, slot=slot, patience_seconds=patience_seconds)
     try:
         worker.run()
     except Refused as error:
@@ -94,10 +90,10 @@ def work(
     except UserError as error:
         print(f"ringmaster worker: the run at {where} cannot be joined from here: {error}", file=sys.stderr)
         return 2
-    except Mistrusted as error:
+    except AuthenticationFailed as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
         return 2
-    except (Lost, Failed, Misunderstood) as error:
+    except (Lost, Failed, Incompatible) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # the server counts it out when its lease ends

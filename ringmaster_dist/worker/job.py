@@ -1,8 +1,9 @@
-"""What a run's configuration means for a worker."""
+"""What a run's configuration means for one worker."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -10,19 +11,32 @@ from ringmaster_dist.config.build import build_fingerprint, build_layout, build_
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
+from ringmaster_dist.problems import Problem
 from ringmaster_dist.wire import Codec
-from ringmaster_dist.worker.loop import Job
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one worker computes, and how it sends the result."""
+
+    problem: Problem
+    fingerprint: str
+    seed: int
+    base_seconds: float | None  # per gradient, when pacing
+    jitter: float
+    interrupt: bool
+    wire: Codec
 
 
 def make_job(config_text: str, slot: int, target: str = "") -> Job:
-    """``target`` is the one problem.target that this worker may import. Raises UserError for another."""
+    """``target`` is the only problem.target that this worker may import. Raises UserError for another."""
     config = from_yaml(config_text)
     if config.problem.name == "python" and config.problem.target != target:
         wanted = config.problem.target
         given = f"target={target} was given" if target else "none was allowed"
         raise UserError(
-            f"the run needs code of yours, problem.target={wanted}, and {given}: a worker imports only what it was "
-            f"told to: add target={wanted}"
+            f"the run needs code of yours, problem.target={wanted}, and {given}: a worker imports only what "
+            f"its user allows: add target={wanted}"
         )
     torch.set_num_threads(config.cluster.threads)  # several workers share a machine; bits depend on this number
     problem = build_problem(config, device_of(slot), rows_of(config, slot))
@@ -43,6 +57,6 @@ def make_job(config_text: str, slot: int, target: str = "") -> Job:
 
 
 def device_of(slot: int) -> str:
-    """A GPU of its own where there are any: the one of its rank under torchrun, else by turns."""
+    """A GPU if there is one: that of the rank under torchrun, else they take turns by slot."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return f"cuda:{int(os.environ.get('LOCAL_RANK', slot)) % count}" if count else "cpu"

@@ -1,12 +1,11 @@
-"""The worker's loop. Knows how to reach a server and how to make a problem; decides nothing about gradients.
+"""The worker's loop: take a snapshot, compute a gradient, push it, continue from the snapshot in the reply.
 
-Survives a lost server: keeps its finished gradient, reconnects with growing pauses, and pushes it under the same
-sequence. A worker that was counted out meanwhile, or whose server was restarted, is taken back under its old id; only
-where that id has been given to another it joins as a new worker, and the gradient, which belongs to the old one, is
-dropped.
+The loop decides nothing about gradients. It survives a lost server: it keeps the finished gradient, reconnects with
+growing pauses, and repeats the push with the same sequence. A worker whose lease has expired meanwhile, or whose server
+was restarted, gets its old id back. Only if another worker has that id now, it joins as a new worker and drops the
+gradient, which belongs to the old id.
 
-Interruption: a long poll, answered from another thread, sets an event that the computation looks at between its steps
-and that pacing waits on.
+The main thread runs the loop. RPC threads answer the long poll, which interrupts work that has become stale.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from ringmaster_dist import randomness
+from ringmaster_dist.config.build import explain_difference
 from ringmaster_dist.errors import Mistake
-from ringmaster_dist.problems import Interrupted, Problem
+from ringmaster_dist.problems import Interrupted
 from ringmaster_dist.profiles import jittered_seconds
 from ringmaster_dist.protocol import (
     PROTOCOL_VERSION,
@@ -34,37 +33,21 @@ from ringmaster_dist.protocol import (
     Staleness,
     Welcome,
 )
-from ringmaster_dist.wire import Codec
+from ringmaster_dist.transport import Unreachable
+from ringmaster_dist.transport.client import Client
+from ringmaster_dist.worker.job import Job
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_NEVER_STALE = 2**62
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
-_SAY_SECONDS = 3.0  # a server that is away for longer is spoken of, then each time the wait has doubled
-
-
-class Connection(Protocol):
-    """The transport's client, as the loop sees it."""
-
-    is_proven: bool  # whether to be connected says that it is the server, and not just somebody who listens
-
-    def join(self, request: JoinRequest) -> Welcome: ...
-
-    def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply: ...
-
-    def push(self, session: str, push: Push) -> Reply: ...
-
-    def await_stale(self, session: str, term: int, version: int, answer: Callable[[Staleness], None]) -> None: ...
-
-    def leave(self, session: str) -> None: ...
-
-    def close(self) -> None: ...
+_NEVER_STALE = 2**62  # a version that no threshold makes stale
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0  # between two attempts; each pause doubles the last
+_WARN_SECONDS = 3.0  # a warning is logged after this long without the server, then each time the wait has doubled
 
 
 class Refused(Exception):
-    """The server does not want this worker; the message says why."""
+    """The server does not want this worker. The message says why."""
 
 
 class Lost(Exception):
@@ -72,51 +55,32 @@ class Lost(Exception):
 
 
 class Failed(Exception):
-    """This worker cannot compute gradients; the message says why."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the run's configuration means for one worker."""
-
-    problem: Problem
-    fingerprint: str
-    seed: int
-    base_seconds: float | None  # per gradient, when pacing
-    jitter: float
-    interrupt: bool
-    wire: Codec
+    """This worker cannot compute gradients. The message says why."""
 
 
 class Worker:
+    """One worker of a run. ``patience_seconds`` is how long it looks for a server that is away."""
+
     def __init__(
-        self,
-        connect: Callable[[], Connection],
-        unreachable: type[Exception],
-        make_job: Callable[[str, int], Job],
-        *,
-        token: str,
-        slot: int = -1,
-        patience_seconds: float = 60.0,
-        explain: Callable[[str, str], str] = lambda mine, servers: f"fingerprint {mine}, the server's {servers}",
-    ) -> None:
-        self._connect, self._unreachable, self._make_job = connect, unreachable, make_job
+        self, connect: Callable[[], Client], make_job: Callable[[str, int], Job], *, token: str, slot: int,
+        patience_seconds: float,
+    ) -> None:  # fmt: skip
+        self._connect, self._make_job = connect, make_job
         self._token, self._slot, self._patience_seconds = token, slot, patience_seconds
-        self._explain = explain
-        self._connection: Connection | None = None
+        self._connection: Client | None = None
         self._interruptions = Interruptions()
-        self._working = threading.Event()  # of the computation in progress
-        self._sign_of_life = 0.0  # when the server last answered a long poll, or let this worker connect
+        self.poll: _LongPoll | None = None  # that of the newest snapshot
+        self.last_sign_of_life = 0.0  # when the server last answered a long poll, or let this worker connect
 
     def run(self) -> None:
-        """Until the run is over. Raises `Refused`, `Lost` or `Failed`."""
+        """Blocks until the run is over. Raises `Refused`, `Lost` or `Failed`."""
         while not self._work():
-            log.info("the server does not know this worker any more: joining anew")
+            log.info("the server does not know this worker any more: joining again")
         if self._connection is not None:
             self._connection.close()
 
     def _work(self) -> bool:
-        """One membership: True when the run is over, False when the server has forgotten this worker."""
+        """One membership. Returns True when the run is over, False when the server has forgotten this worker."""
         welcome = self._insist(lambda c: c.join(JoinRequest(PROTOCOL_VERSION, self._token, self._slot)))
         if welcome.ended:
             log.info("the run is over")
@@ -127,9 +91,9 @@ class Worker:
         try:
             job = self._make_job(welcome.config, slot)
             if job.fingerprint != welcome.fingerprint:
-                raise Refused(self._explain(job.fingerprint, welcome.fingerprint))
+                raise Refused(explain_difference(job.fingerprint, welcome.fingerprint))
         except Exception:
-            self._insist(lambda c: c.leave(welcome.session))  # so that nobody waits for it
+            self._insist(lambda c: c.leave(welcome.session))  # so that the server does not wait for it
             raise
         log.info("worker-%d joined", welcome.worker_id)
         self._interruptions = Interruptions()
@@ -164,32 +128,32 @@ class Worker:
             if reply.unknown:
                 return reply.ended
             if reply.ended:
-                self._say_goodbye(session)
+                self._leave_once(session)
                 return True
             snapshot = reply.snapshot or snapshot
 
-    def _say_goodbye(self, session: str) -> None:
-        """After the end, once: a server that has gone needs no farewell."""
+    def _leave_once(self, session: str) -> None:
+        """After the end of the run, without a retry: the server may have gone."""
         try:
             if self._connection is not None:
                 self._connection.leave(session)
-        except self._unreachable as error:
+        except Unreachable as error:
             log.info("%s after the end", error)
 
     def _gradient(
         self, job: Job, session: str, worker: int, sequence: int, snapshot: Snapshot, stop: threading.Event
     ) -> tuple[torch.Tensor, float] | None:
-        """None: it was interrupted."""
+        """The gradient, of shape (n,), and the loss. None if the work was interrupted. Raises `Failed`."""
         try:
             iterate = job.wire.decode_iterate(snapshot.iterate)
             return job.problem.gradient(iterate, job.seed, worker, sequence, stop.is_set)
         except Interrupted:
             return None
         except Exception as error:
-            is_mistake = isinstance(error, Mistake)  # its message says everything
+            is_mistake = isinstance(error, Mistake)  # whose message is all that the user needs
             if not is_mistake:
                 log.exception("worker-%d v=%d could not compute a gradient", worker, snapshot.version)
-            self._insist(lambda c: c.leave(session))  # so that nobody waits for it
+            self._insist(lambda c: c.leave(session))  # so that the server does not wait for it
             what = str(error) if is_mistake else f"{type(error).__name__}: {error}"
             raise Failed(f"the gradient at version {snapshot.version} could not be computed: {what}") from error
 
@@ -197,61 +161,71 @@ class Worker:
         return self._insist(lambda c: c.fetch(session, known.term, known.version, self._interruptions))
 
     def _push(self, session: str, push: Push) -> Reply:
-        return self._insist(lambda connection: connection.push(session, push))
+        return self._insist(lambda c: c.push(session, push))
 
     def _watch(self, job: Job, session: str, snapshot: Snapshot) -> threading.Event:
-        """An event that is set when work on the snapshot is worthless. Also keeps the lease while it is done."""
-        stop = threading.Event()
-        connection = self._connection
-        assert connection is not None
-        # Not the snapshot itself: the two functions know each other, and what they know lives until such circles are
-        # looked for, which is seldom.
-        term, own_version = snapshot.term, snapshot.version
+        """Opens a long poll about the snapshot. Returns an event that is set when work on the snapshot is worthless."""
+        assert self._connection is not None
+        self.poll = _LongPoll(self, self._connection, session, snapshot.term, snapshot.version, job.interrupt)
+        self.poll.ask(snapshot.version)
+        return self.poll.stop
 
-        def answered(answer: Staleness) -> None:
-            if answer is not Staleness.UNKNOWN:  # which is also said of a broken connection
-                self._sign_of_life = time.monotonic()
-            if answer is Staleness.ENDED or (answer is Staleness.STALE and job.interrupt):
-                stop.set()
-            if self._working is stop and answer in (Staleness.AGAIN, Staleness.STALE):
-                # It may go on for a while: asking about what is never stale keeps the lease meanwhile.
-                ask(own_version if answer is Staleness.AGAIN else _NEVER_STALE)
+    def _insist(self, call: Callable[[Client], _T]) -> _T:
+        """Retries the call until it succeeds, over a new connection after each failure. Raises `Lost`.
 
-        def ask(version: int) -> None:
-            try:
-                connection.await_stale(session, term, version, answered)
-            except self._unreachable:
-                return  # the push will find out
-
-        self._working = stop
-        ask(own_version)
-        return stop
-
-    def _insist(self, call: Callable[[Connection], _T]) -> _T:
-        """Calls until it succeeds, over new connections where need be.
-
-        Gives up when there was no sign of the server for as long as the patience. A push may well wait for longer than
-        that (a round of `synchronous`): the long poll is answered meanwhile, and a new connection is.
+        It gives up after ``patience_seconds`` without a sign of life from the server. A push may wait for longer than
+        that (a round of `synchronous`). Meanwhile an answered long poll and a new connection are signs of life.
         """
-        pause, since, say_after = _FIRST_PAUSE_SECONDS, time.monotonic(), _SAY_SECONDS
+        pause, since, warn_after = _FIRST_PAUSE_SECONDS, time.monotonic(), _WARN_SECONDS
         while True:
             try:
                 if self._connection is None:
                     self._connection = self._connect()
                     if self._connection.is_proven:
-                        self._sign_of_life = time.monotonic()
+                        self.last_sign_of_life = time.monotonic()
                 return call(self._connection)
-            except self._unreachable as error:
+            except Unreachable as error:
                 if self._connection is not None:
                     self._connection.close()
                     self._connection = None
-                away = time.monotonic() - max(since, self._sign_of_life)
+                away = time.monotonic() - max(since, self.last_sign_of_life)
                 if away > self._patience_seconds:
                     raise Lost(f"{error}, for {self._patience_seconds:g} s") from error
                 log.log(
-                    logging.WARNING if away > say_after else logging.INFO,
+                    logging.WARNING if away > warn_after else logging.INFO,
                     "%s, for %.0f s: trying for another %.0f s", error, away, self._patience_seconds - away,
                 )  # fmt: skip
-                say_after = max(say_after, 2 * away) if away > say_after else say_after
+                warn_after = max(warn_after, 2 * away) if away > warn_after else warn_after
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+class _LongPoll:
+    """Asks the server whether work at one version is stale, until the worker opens its next poll. Keeps the lease.
+
+    The main thread asks first. RPC threads call `_answered`, which may ask again. A poll holds no snapshot, since its
+    last answer may come long after the worker has taken the next one.
+    """
+
+    def __init__(
+        self, worker: Worker, connection: Client, session: str, term: int, version: int, interrupt: bool
+    ) -> None:
+        self._worker, self._connection, self._interrupt = worker, connection, interrupt
+        self._session, self._term, self._version = session, term, version
+        self.stop = threading.Event()  # set when the work is worthless
+
+    def ask(self, version: int) -> None:
+        """Does not block. A lost connection is ignored here, because the push will find out."""
+        try:
+            self._connection.await_stale(self._session, self._term, version, self._answered)
+        except Unreachable as error:
+            log.debug("%s", error)
+
+    def _answered(self, answer: Staleness) -> None:
+        if answer is not Staleness.UNKNOWN:  # which a broken connection gives, too
+            self._worker.last_sign_of_life = time.monotonic()
+        if answer is Staleness.ENDED or (answer is Staleness.STALE and self._interrupt):
+            self.stop.set()
+        if self._worker.poll is self and answer in (Staleness.AGAIN, Staleness.STALE):
+            # The work may continue for a while. A poll about a version that is never stale keeps the lease meanwhile.
+            self.ask(self._version if answer is Staleness.AGAIN else _NEVER_STALE)

@@ -1,4 +1,4 @@
-"""What strangers and holders of the token try. Speaks TensorPipe by hand, so that it can say what torch never would."""
+"""An attacker, with or without the token. It speaks TensorPipe by hand, so that it can send what torch never sends."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import ssl
 import struct
 from pathlib import Path
 
-from ringmaster_dist.transport import identity, tensorpipe, tunnel
+from ringmaster_dist.transport import client, identity, tensorpipe
 from ringmaster_dist.transport.streams import read_frame
 from ringmaster_dist.transport.tensorpipe import framed
 
@@ -17,7 +17,7 @@ SECONDS = 10.0
 
 
 def listening(pids):
-    """Every TCP socket that these processes listen on, (host, port): found in /proc, not taken from anybody's word."""
+    """Every TCP socket that these processes listen on, as (host, port). The source is /proc, not the processes."""
     found = set()
     for pid in pids:
         for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -45,7 +45,7 @@ def _address(text, family):
 
 
 def say(address, data, *, wait=0.2, close=True):
-    """Connects, says something, and waits a moment for an answer; None: no connection was made."""
+    """Connects, sends the data, and waits a moment for an answer. None if no connection was made."""
     try:
         stream = socket.create_connection(address, timeout=0.5)
     except OSError:
@@ -63,7 +63,7 @@ def say(address, data, *, wait=0.2, close=True):
 
 
 def shake_hands(address, context):
-    """A TLS handshake and one read; the name of what went wrong, or what was received."""
+    """Makes a TLS handshake and one read. Returns what was received, or the name of the error."""
     try:
         with socket.create_connection(address, timeout=2) as plain, context.wrap_socket(plain) as stream:
             stream.sendall(tensorpipe.opening("mallory"))
@@ -90,13 +90,13 @@ def descriptor(payloads, tensors=(), device=b"cpu"):
 
 
 def message(call=b"\x00\x80\x04N.", kind=0x102, tensors=(), pickle=EMPTY):
-    """A whole message, its payloads as announced."""
+    """A whole message with its payloads as announced."""
     payloads = [struct.pack("<i", kind), struct.pack("<q", 0), call, pickle]
     return framed(descriptor([len(part) for part in payloads], tensors)) + b"".join(map(framed, payloads))
 
 
 class Pipe:
-    """A worker's pipe by hand, with the right token: TLS, greeting, brochure."""
+    """A worker's pipe made by hand, with the right token: TLS, greeting, brochure."""
 
     def __init__(self, server, token, *, name="mallory", tls=True):
         self._server, self._context = server, identity.worker_context(token) if tls else None
@@ -105,7 +105,7 @@ class Pipe:
         self.answer = tensorpipe.read_answer(read_frame(self.stream))
 
     def _dial(self):
-        return tunnel.dial(self._server, self._context, SECONDS)
+        return client.dial(self._server, self._context, SECONDS)
 
     def further(self, registration):
         stream = self._dial()
@@ -113,7 +113,7 @@ class Pipe:
         return stream
 
     def further_all(self):
-        """All connections that the answer asks for; that for tensors."""
+        """Makes all connections that the answer asks for."""
         self.reply = self.further(self.answer.reply)
         (registration,) = self.answer.channels["basic"]
         self.tensors = self.further(registration)
@@ -136,6 +136,6 @@ def ends(stream):
 
 
 def memory(pid):
-    """Bytes that a process has asked for, and those it uses."""
+    """The bytes that a process has allocated, and those that it uses (VmSize, VmRSS)."""
     status = Path(f"/proc/{pid}/status").read_text()
     return [int(re.search(rf"{name}:\s+(\d+)", status)[1]) << 10 for name in ("VmSize", "VmRSS")]

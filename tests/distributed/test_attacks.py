@@ -1,4 +1,4 @@
-"""Everything an attacker is known to have tried, against a real run, through whatever listens.
+"""All known attacks, against a real run, through every socket that listens.
 
 Each attack ends in a refusal while training continues in the same processes, and at the end the trace replays to the
 same bits. The last assertion of every test is `check_finished`.
@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 
 from ringmaster_dist.bench.peers import cpu_seconds
-from ringmaster_dist.transport import identity, tensorpipe, tunnel
+from ringmaster_dist.transport import client, identity, tensorpipe
 from ringmaster_dist.transport.streams import TlsStream
 from ringmaster_dist.transport.tensorpipe import framed
 from tests.distributed import attacker
@@ -32,7 +32,7 @@ from tests.distributed.processes import LONG, QUICK, Run, alive, check_finished,
 
 @contextmanager
 def attacked(directory, *overrides, prefix=(), tracebacks=False):
-    """A run under attack, and afterwards: the same processes are there, it continues, and it replays."""
+    """A run under attack. Afterwards its processes are the same, it continues, and it replays."""
     with Run(directory / "run", *LONG, *overrides, prefix=prefix) as run:
         until(lambda: run.version() > 5, "the run is on")
         run.address = (directory / "run/address").read_text()
@@ -58,7 +58,7 @@ def public(run):
 
 
 def test_what_listens(tmp_path):
-    """One socket that answers; those of the agents are there and cannot be connected to."""
+    """One socket answers. The agents' sockets listen too, and nobody can connect to them."""
     with attacked(tmp_path) as run:
         found = attacker.listening(run.children())
         assert public(run) in found
@@ -86,8 +86,8 @@ GARBAGE = {
 }
 
 
-def test_strangers_say_what_nobody_expects(tmp_path):
-    """A hundred of each: any one of them used to stop a TensorPipe agent for good."""
+def test_garbage_from_unproven_peers(tmp_path):
+    """A hundred of each. Any one of them would stop a bare TensorPipe agent for good."""
     with attacked(tmp_path) as run:
         listening = attacker.listening(run.children())
         for address in sorted(listening - {public(run)}):
@@ -106,11 +106,11 @@ def test_strangers_say_what_nobody_expects(tmp_path):
 
 
 def contexts():
-    """Those who speak TLS, and have no token or another one."""
-    nobody = identity.stranger_context()
+    """Peers that speak TLS and have no token, or another one."""
+    nobody = identity.unverified_context()
     other = identity.worker_context("another token, 32 letters long..")
     other.verify_mode = ssl.CERT_NONE  # it would refuse this server, too
-    old = identity.stranger_context()
+    old = identity.unverified_context()
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     return {"no certificate": nobody, "the certificate of another token": other, "TLS 1.2": old}
 
@@ -124,7 +124,7 @@ def test_without_the_token_tls_ends_in_an_alert(tmp_path):
 
 
 def test_the_server_proves_the_token_too(tmp_path):
-    """A server with another token is not one: the worker ends with one line, and says nothing to it."""
+    """A worker ends with one line at a server that has another token, and sends nothing to it."""
     with attacked(tmp_path) as run:
         command = [sys.executable, "-m", "ringmaster_dist.worker", f"server={run.address}"]
         environment = {**os.environ, "RINGMASTER_TOKEN": "the token of another run"}
@@ -207,11 +207,14 @@ def test_channels_carry_what_was_announced(tmp_path):
         longer.stream.send(good)
         longer.tensors.send(framed(bytes(4000)))
         assert longer.is_cut(longer.tensors)
-        until(lambda: "a tensor of 4000 bytes that was announced with 400" in _line(run, "longer"), "told")
+        until(
+            lambda: "a tensor of 4000 bytes that was announced with 400" in _line(run, "longer"),
+            "it is logged",
+        )
         talks = Pipe(run.address, run.token, name="talks").further_all()
         talks.reply.send(framed(b"hello"))
         assert talks.is_cut(talks.reply)
-        until(lambda: "a connection that torch does not use" in _line(run, "talks"), "told")
+        until(lambda: "a connection that torch does not use" in _line(run, "talks"), "it is logged")
         stray = Pipe(run.address, run.token, name="stray")
         for number in (10**6, 0):  # one that nobody has, one that was taken long ago
             assert stray.is_cut(stray.further(number)), "a connection that nobody expects was accepted"
@@ -244,7 +247,7 @@ def test_openings_on_which_torch_would_end_its_process(tmp_path):
     """TensorPipe throws where it finds no way to talk, or an encoding it does not expect; nobody catches that."""
     with attacked(tmp_path) as run:
         for name, (greeting, offered) in OPENINGS.items():
-            stream = tunnel.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
+            stream = client.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
             stream.send(framed(greeting) + framed(offered))
             assert attacker.ends(stream), f"{name} was not cut off"
         good = Pipe(run.address, run.token).further_all()
@@ -253,7 +256,7 @@ def test_openings_on_which_torch_would_end_its_process(tmp_path):
 
 
 def test_pipes_that_are_never_finished_leave_nothing_behind(tmp_path):
-    """Whoever has the token opens three hundred and leaves each before its further connections were made."""
+    """A holder of the token opens three hundred, and leaves each before its further connections are made."""
     with attacked(tmp_path) as run:
         count = lambda: len(list(Path(f"/proc/{run.server()}/fd").iterdir()))  # noqa: E731
         before = count()
@@ -282,20 +285,20 @@ def test_bytes_after_the_end_of_a_stream(tmp_path):
         assert cpu_seconds(gate) - used < 0.6, "a thread of the gate runs without end"
 
 
-def test_crowds_of_strangers_keep_nobody_out(tmp_path):
+def test_crowds_of_unproven_peers_keep_nobody_out(tmp_path):
     """More than are heard at once, some half-way through their handshake, from one address and from many."""
     torn = b"\x16\x03\x01\x3f\xff"
     with attacked(tmp_path) as run:
         (gate,) = run.children("gate")
-        crowd = [_stranger(run, f"127.0.{1 + index % 9}.{1 + index % 200}", torn) for index in range(200)]
+        crowd = [_unproven(run, f"127.0.{1 + index % 9}.{1 + index % 200}", torn) for index in range(200)]
         for wave in range(60):  # bytes for old ones and new connections, in one look of the gate
             for stream in crowd[wave : wave + 40]:
                 with contextlib.suppress(OSError):
                     stream.send(b"\x00")
-            crowd += [_stranger(run, f"127.1.{wave}.{1 + index}", b"") for index in range(8)]
+            crowd += [_unproven(run, f"127.1.{wave}.{1 + index}", b"") for index in range(8)]
         for _ in range(20):
             slow = socket.create_connection(public(run), timeout=5)
-            crowd += [_stranger(run, f"127.2.0.{1 + index}", torn) for index in range(10)]
+            crowd += [_unproven(run, f"127.2.0.{1 + index}", torn) for index in range(10)]
             stream = TlsStream(slow, identity.worker_context(run.token), server_side=False)
             stream.handshake_blocking()
             slow.close()
@@ -304,7 +307,7 @@ def test_crowds_of_strangers_keep_nobody_out(tmp_path):
             stream.close()
 
 
-def _stranger(run, source, data):
+def _unproven(run, source, data):
     stream = socket.create_connection(public(run), timeout=5, source_address=(source, 0))
     if data:
         stream.sendall(data)
@@ -313,7 +316,7 @@ def _stranger(run, source, data):
 
 def test_a_greeting_in_two_records(tmp_path):
     with attacked(tmp_path) as run:
-        stream = tunnel.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
+        stream = client.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
         opening = tensorpipe.opening("halves")
         stream.socket.sendall(
             stream.wrapped(opening[:8]) + stream.wrapped(opening[8:20]) + stream.wrapped(opening[20:])
@@ -348,19 +351,19 @@ def test_memory_of_other_processes_is_not_read(tmp_path):
         pipe.further(answer.reply)
         addresses.send(framed(b"\xb9\x02" + attacker.number(run.server()) + attacker.number(4096)))
         assert pipe.is_cut(addresses)
-        until(lambda: f"memory of process {run.server()}" in _line(run, "forge"), "told")
+        until(lambda: f"memory of process {run.server()}" in _line(run, "forge"), "it is logged")
 
 
 BROCHURE = """
 import os, socket, struct
 import torch.distributed as dist
 from torch.distributed import rpc
-from ringmaster_dist.transport import star, surface
+from ringmaster_dist.transport import agent
 listener, store = socket.create_server(("127.0.0.1", 0)), dist.HashStore()
 store.set("names/0", "server")
 store.set("addrs/server", f"uv://127.0.0.1:{listener.getsockname()[1]}")
-star._start_agent(store, "me", 1, 2, 4, 9.0)
-rpc.rpc_async("server", surface.leave, args=("",))
+agent._start(store, "me", 1, 2, 4, 9.0)
+rpc.rpc_async("server", agent.leave, args=("",))
 connection = listener.accept()[0].makefile("rb")
 read = lambda: connection.read(struct.unpack("<Q", connection.read(8))[0])
 read()
@@ -380,11 +383,14 @@ TORCH = """
 import os, sys, pickle
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
 import torch, torch.distributed.rpc as rpc
-from ringmaster_dist.transport import sieve, star, surface
+from ringmaster_dist.transport import agent, message_filter
+from ringmaster_dist.transport.client import Client
 from ringmaster_dist.protocol import Interruptions, JoinRequest, Push
-star.restrict = lambda unpickler: None  # the attacker's own side is not restricted, and not sifted
-class Open(sieve.Everything): pass
-sieve.Calls = sieve.Tensors = sieve.Addresses = sieve.Completions = sieve.Silence = Open
+agent.restrict = lambda unpickler: None  # the attacker's own side is not restricted, and not filtered
+class Open(message_filter.AllPasses): pass
+for name in ("CallFilter", "TensorFilter", "MemoryAddressFilter", "CompletionFilter", "NothingPasses"):
+    assert hasattr(message_filter, name)
+    setattr(message_filter, name, Open)
 address, token, marker = sys.argv[1:]
 
 class Trap:
@@ -396,7 +402,7 @@ class Big:
         return bytearray, (1 << 30,)
 
 def attempt(name, work):
-    client = star.Client(address, token=token, connect_seconds=10, call_seconds=10)
+    client = Client(address, token=token, connect_seconds=10, call_seconds=10)
     try:
         work(client)
     except Exception as error:
@@ -410,18 +416,18 @@ def call(function, *arguments):
 
 attempt("system", call(os.system, f"touch {marker}"))
 attempt("eval", call(eval, f"open({marker!r}, 'w')"))
-attempt("trap", call(surface.join, Trap()))
-attempt("big", call(surface.join, Big()))
+attempt("trap", call(agent.join, Trap()))
+attempt("big", call(agent.join, Big()))
 attempt("getattr", call(getattr, [], "append"))
 attempt("import", call(__import__, "os"))
 attempt("load", call(pickle.loads, pickle.dumps(1)))
 attempt("operator", call(torch.add, torch.ones(2), 1))
 attempt("from_file", call(torch.from_file, "/etc/passwd", False, 100))
 attempt("create_file", call(torch.from_file, marker, True, 100))
-attempt("rref", lambda client: rpc.remote("server", torch.ones, args=(50_000_000,)).to_here(10))
-attempt("python rref", lambda client: rpc.remote("server", surface.leave, args=("",)).to_here(10))
-attempt("huge tensor", call(surface.leave, torch.ones(10_000_000)))
-client = star.Client(address, token=token, connect_seconds=10, call_seconds=10)
+attempt("rref", lambda client: rpc.remote("server", torch.ones, args=([50_000_000],)).to_here(10))
+attempt("python rref", lambda client: rpc.remote("server", agent.leave, args=("",)).to_here(10))
+attempt("huge tensor", call(agent.leave, torch.ones(10_000_000)))
+client = Client(address, token=token, connect_seconds=10, call_seconds=10)
 print("wrong token", client.join(JoinRequest(99, token, 0)).reason)
 print("session", client.fetch("guess", 0, 0, Interruptions()).unknown)
 sys.stdout.flush()
@@ -443,6 +449,8 @@ def test_torch_itself_as_the_attacker(tmp_path):
         assert any(line.startswith("wrong token the worker speaks protocol 99") for line in lines)
         assert "session True" in lines
         assert not marker.exists()
+        cut = [line for line in run.errors().splitlines() if "was cut off: it sent" in line]
+        assert len(cut) == 6, "the attacker's own side has refused, and not the server"
 
 
 def test_pickles_that_cost_memory_or_time(tmp_path):

@@ -99,11 +99,12 @@ CLIENT = """
 import os, sys, threading, time
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
 import torch, torch.distributed.rpc as rpc
-from ringmaster_dist.transport import star, surface
+from ringmaster_dist.transport import agent
+from ringmaster_dist.transport.client import Client
 from ringmaster_dist.protocol import *
 from ringmaster_dist.worker.job import make_job
 address, token = sys.argv[1], open(sys.argv[2]).read()
-client = star.Client(address, token=token, connect_seconds=10, call_seconds=10)
+client = Client(address, token=token, connect_seconds=10, call_seconds=10)
 welcome = client.join(JoinRequest(PROTOCOL_VERSION, token, 9))
 size, version = welcome.snapshot.iterate.numel(), welcome.snapshot.version
 job = make_job(welcome.config, 9)
@@ -122,7 +123,7 @@ replies = [push(4, good, newest.version, loss) for _ in range(3)]
 print("same answer", len({reply.receipt for reply in replies}), flush=True)
 print("old token", client.join(JoinRequest(PROTOCOL_VERSION, "yesterday", 9)).reason, flush=True)
 # And dies in the middle of a push.
-rpc.rpc_async("server", surface.push, args=(welcome.session, Push(5, 0, torch.zeros(40_000_000), 0.5, 0.1)))
+rpc.rpc_async("server", agent.push, args=(welcome.session, Push(5, 0, torch.zeros(40_000_000), 0.5, 0.1)))
 time.sleep(0.005)
 os.kill(os.getpid(), 9)
 """

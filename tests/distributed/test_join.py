@@ -1,4 +1,4 @@
-"""Who comes from elsewhere, at the wrong time, to the wrong place or with the wrong things: told in a line, no hang."""
+"""Workers that come too early, to the wrong place or with the wrong data. Each gets one line, and none hangs."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ def start(code_or_module, *arguments, cwd=None, **environment):
     )
 
 
-def told(process, code, *words):
-    """It ends with this code, and its last line has these words; there is no traceback."""
+def ended(process, code, *words):
+    """Checks that it ends with this code, that its last line has these words, and that there is no traceback."""
     output, errors = process.communicate(timeout=100)
     assert process.returncode == code, output + errors
     assert "Traceback" not in errors
@@ -55,7 +55,7 @@ def told(process, code, *words):
 def test_a_server_nobody_could_reach_is_not_started(overrides, environment, words, tmp_path):
     where = [] if "resume=auto" in overrides else [f"run.dir={tmp_path}/run"]
     given = ["cluster.local_workers=0", *overrides] if "cluster.local_workers=5" not in overrides else overrides
-    errors = told(start("ringmaster_dist", "train", *where, *given, **environment), 2, *words)
+    errors = ended(start("ringmaster_dist", "train", *where, *given, **environment), 2, *words)
     assert len(errors.strip().splitlines()) == 1
 
 
@@ -77,7 +77,7 @@ def test_a_worker_waits_for_a_server_that_is_not_there_yet(tmp_path, monkeypatch
         run.children()
         run.process.send_signal(signal.SIGINT)
         check_finished(run)
-    told(early, 0)
+    ended(early, 0)
 
 
 def test_a_server_that_is_named_by_a_file(tmp_path):
@@ -92,8 +92,8 @@ def test_a_server_that_is_named_by_a_file(tmp_path):
     server = start("ringmaster_dist", "train", *line, **environment)
     until(lambda: (tmp_path / "run/address").exists(), "the server is there")
     named.write_text((tmp_path / "run/address").read_text())
-    told(server, 0)
-    told(early, 0)
+    ended(server, 0)
+    ended(early, 0)
     assert '"worker": 1' in (tmp_path / "run/members.jsonl").read_text()
 
 
@@ -102,7 +102,7 @@ def test_a_port_where_something_else_listens_is_told():
         address = f"127.0.0.1:{other.getsockname()[1]}"
         quick = ["connect_seconds=1", "call_seconds=1", "patience_seconds=1"]
         mistaken = start("ringmaster_dist.worker", f"server={address}", *quick, RINGMASTER_TOKEN=TOKEN)
-        told(mistaken, 1, f"something listens at {address}, but did not answer as a server")  # it may be hanging
+        ended(mistaken, 1, f"something listens at {address}, but did not answer as a server")  # it may be hanging
 
 
 OTHER_VERSION = """
@@ -136,16 +136,18 @@ def test_other_packages_and_other_data_are_refused_with_the_reason(tmp_path, mon
         until(lambda: run.version() > 2, "the run goes on")
         given = [f"server={(tmp_path / 'run/address').read_text()}", f"token_file={tmp_path}/run/token"]
         refused = start("ringmaster_dist.worker", *given, cwd=tmp_path / "server")
-        told(refused, 2, "problem.target=theirs:factory, and none was allowed", "add target=theirs:factory")
+        ended(refused, 2, "problem.target=theirs:factory, and none was allowed", "add target=theirs:factory")
         wrong = start("ringmaster_dist.worker", *given, "target=os:system", cwd=tmp_path / "server")
-        told(wrong, 2, "target=os:system was given", "add target=theirs:factory")
+        ended(wrong, 2, "target=os:system was given", "add target=theirs:factory")
         given.append("target=theirs:factory")
         other = start(OTHER_VERSION, *given, cwd=tmp_path / "server")
-        told(other, 2, f"this machine has version 9.9.9 of ringmaster-dist, the server {__version__}: install the same")
+        ended(
+            other, 2, f"this machine has version 9.9.9 of ringmaster-dist, the server {__version__}: install the same"
+        )
         elsewhere = start("ringmaster_dist.worker", *given, cwd=tmp_path / "other")
-        told(elsewhere, 2, "this machine has other data than the server, or other frozen weights or buffers")
+        ended(elsewhere, 2, "this machine has other data than the server, or other frozen weights or buffers")
         nowhere = start("ringmaster_dist.worker", *given, cwd=tmp_path / "none")
-        told(nowhere, 2, "cannot be joined from here", "theirs:factory cannot be imported here")
+        ended(nowhere, 2, "cannot be joined from here", "theirs:factory cannot be imported here")
         until(lambda: sum(m["event"] == "leave" for m in run.members()) == 5, "they have left again")
         run.process.send_signal(signal.SIGINT)
         run.wait()

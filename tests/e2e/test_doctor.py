@@ -1,4 +1,4 @@
-"""The doctor, on this machine and towards real servers, real strangers and nobody."""
+"""The doctor, on this machine and towards real servers, other programs and closed ports."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import pytest
 
 from ringmaster_dist.doctor.machine import machine_findings
 from ringmaster_dist.doctor.server import _versions, server_findings
-from ringmaster_dist.transport.star import versions
+from ringmaster_dist.transport.agent import versions
 from tests.distributed.processes import LONG, Run, hang_up, until
 
 pytestmark = pytest.mark.e2e

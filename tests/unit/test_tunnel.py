@@ -1,4 +1,4 @@
-"""The parts of the tunnel by themselves: certificates, streams, TensorPipe's frames, the sieve."""
+"""The parts of the tunnel by themselves: certificates, streams, TensorPipe's frames, message filters."""
 
 import os
 import socket
@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringmaster_dist.transport import identity, sieve, sockets, tensorpipe
-from ringmaster_dist.transport.relay import Pair, Relay
-from ringmaster_dist.transport.streams import PlainStream, TlsStream
-from ringmaster_dist.transport.tensorpipe import Unexpected, framed
+from ringmaster_dist.transport import AuthenticationFailed, identity, loopback, tensorpipe
+from ringmaster_dist.transport.message_filter import AllPasses, CallFilter, Pipe, TensorFilter
+from ringmaster_dist.transport.relay import Pair, Relay, Side
+from ringmaster_dist.transport.streams import Stream, TlsStream
+from ringmaster_dist.transport.tensorpipe import ProtocolError, framed
 from tests.distributed.attacker import descriptor, message, number
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -74,17 +75,17 @@ def test_both_ends_prove_the_token():
 
 
 @pytest.mark.parametrize(
-    "who", ["worker with another token", "server with another token", "stranger", "worker as server"]
+    "peer", ["worker with another token", "server with another token", "peer without a certificate", "worker as server"]
 )
-def test_whoever_does_not_is_refused(who):
+def test_a_peer_that_does_not_prove_it_is_refused(peer):
     server, worker = identity.server_context(TOKEN), identity.worker_context(TOKEN)
-    if who == "another worker":
+    if peer == "worker with another token":
         worker = identity.worker_context("another")
         worker.verify_mode = ssl.CERT_NONE
-    elif who == "another server":
+    elif peer == "server with another token":
         server = identity.server_context("another")
-    elif who == "stranger":
-        worker = identity.stranger_context()
+    elif peer == "peer without a certificate":
+        worker = identity.unverified_context()
     else:  # a worker's certificate does not make a server
         server = identity._context(ssl.PROTOCOL_TLS_SERVER, TOKEN, own="worker", other="worker")
     _, errors = pair_of_streams(server, worker)
@@ -96,13 +97,13 @@ def test_a_process_in_a_wide_number_is_refused():
     address = number(4096)
     assert tensorpipe.read_memory_address(b"\xb9\x02" + number(1000) + address) == 1000
     for process in (b"\x83" + struct.pack("<Q", 1000), number(1 << 31)):
-        with pytest.raises(Unexpected):
+        with pytest.raises(ProtocolError):
             tensorpipe.read_memory_address(b"\xb9\x02" + process + address)
 
 
-def test_a_missing_library_is_told(monkeypatch):
+def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(identity.Mistrusted, match="pip install cryptography"):
+    with pytest.raises(AuthenticationFailed, match="pip install cryptography"):
         identity.require_library()
 
 
@@ -119,7 +120,7 @@ def test_an_altered_answer_is_refused_or_still_names_one_address(position, value
     altered = ANSWER[:position] + bytes([value]) + ANSWER[position + 1 :]
     try:
         answer = tensorpipe.read_answer(altered)
-    except Unexpected:
+    except ProtocolError:
         return
     assert answer.naming("127.0.0.1:9").count(b"127.0.0.1:33785") == 0
     assert len(answer.naming("127.0.0.1:9")) == len(altered) - 4
@@ -132,18 +133,18 @@ def test_cma_is_taken_out_of_a_brochure():
     assert (
         tensorpipe.read_brochure(both, without="cma") == BROCHURE == tensorpipe.read_brochure(BROCHURE, without="cma")
     )
-    remote = sieve.Calls(sieve.Pipe("w", 400, shares_memory=False))
-    assert b"".join(remote.sift(memoryview(framed(both)))) == framed(BROCHURE)
+    remote = CallFilter(Pipe("w", 400, shares_memory=False))
+    assert b"".join(remote.filter(memoryview(framed(both)))) == framed(BROCHURE)
 
 
 @given(st.binary(max_size=200))
-def test_noise_is_unexpected_and_nothing_worse(noise):
+def test_noise_is_a_protocol_error_and_nothing_worse(noise):
     for read in (tensorpipe.read_greeting, tensorpipe.read_brochure, tensorpipe.read_answer, tensorpipe.read_descriptor,
                  tensorpipe.read_memory_address):  # fmt: skip
         for data in (noise, BROCHURE[:9] + noise, descriptor([4, 8, 5, 47])[:5] + noise):
             try:
                 read(data)
-            except Unexpected:
+            except ProtocolError:
                 continue
 
 
@@ -153,11 +154,11 @@ def test_numbers_are_read_as_they_were_written(value):
 
 
 @pytest.mark.parametrize("piece", [1, 3, 8, 50, 10_000])
-def test_a_good_message_passes_the_sieve_as_a_whole_however_it_comes(piece):
+def test_a_good_message_passes_the_filter_as_a_whole_however_it_comes(piece):
     stream = framed(BROCHURE) + message(b"\x00\x80\x04N.") * 3
-    sifter, passed = sieve.Calls(sieve.Pipe("w", 400)), b""
+    checked, passed = CallFilter(Pipe("w", 400)), b""
     for start in range(0, len(stream), piece):
-        passed += b"".join(sifter.sift(memoryview(stream)[start : start + piece]))
+        passed += b"".join(checked.filter(memoryview(stream)[start : start + piece]))
         beyond = len(passed) - len(framed(BROCHURE))
         assert beyond <= 0 or beyond % len(message(b"\x00\x80\x04N.")) == 0, "a part of a message has passed"
     assert passed == stream
@@ -166,20 +167,20 @@ def test_a_good_message_passes_the_sieve_as_a_whole_however_it_comes(piece):
 def test_nothing_of_a_bad_message_passes():
     bad = message(kind=0x100)
     for piece in (1, 7, len(bad)):
-        sifter, passed = sieve.Calls(sieve.Pipe("w", 400)), []
-        list(sifter.sift(memoryview(framed(BROCHURE))))
+        checked, passed = CallFilter(Pipe("w", 400)), []
+        list(checked.filter(memoryview(framed(BROCHURE))))
         pieces = (memoryview(bad)[start : start + piece] for start in range(0, len(bad), piece))
-        with pytest.raises(Unexpected, match="type 0x00000100"):
-            passed.extend(part for data in pieces for part in sifter.sift(data))
+        with pytest.raises(ProtocolError, match="type 0x00000100"):
+            passed.extend(part for data in pieces for part in checked.filter(data))
         assert passed == []
 
 
 def test_a_tensor_passes_in_pieces_once_it_was_announced():
-    pipe = sieve.Pipe("w", 1 << 20, sends_tensors=True)
+    pipe = Pipe("w", 1 << 20, sends_tensors=True)
     pipe.announce(1 << 20)
-    sifter, tensor = sieve.Tensors(pipe), framed(bytes(1 << 20))
+    checked, tensor = TensorFilter(pipe), framed(bytes(1 << 20))
     passed = [bytes(part) for start in range(0, len(tensor), 1000)
-              for part in sifter.sift(memoryview(tensor)[start : start + 1000])]  # fmt: skip
+              for part in checked.filter(memoryview(tensor)[start : start + 1000])]  # fmt: skip
     assert b"".join(passed) == tensor
     assert len(passed) > 1000
 
@@ -187,25 +188,25 @@ def test_a_tensor_passes_in_pieces_once_it_was_announced():
 @pytest.mark.parametrize("kernel", ["with filters", "without filters"])
 def test_a_listener_is_closed_to_everybody_but_one(kernel, monkeypatch):
     if kernel == "without filters":
-        monkeypatch.setattr(sockets, "_only_from", _not_permitted)
+        monkeypatch.setattr(loopback, "_accept_only_from", _not_permitted)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        key = sockets.close_to_others(listener)
+        key = loopback.close_to_others(listener)
         _check_closed(listener)
-        with sockets.connect_alone(listener, key) as friend:
+        with loopback.connect_alone(listener, key) as friend:
             accepted, _ = listener.accept()
             with accepted:
                 friend.sendall(b"hello")
                 assert accepted.recv(5) == b"hello"
-                assert sockets.is_own_peer(accepted)
-                assert sockets.process_has(os.getpid(), friend.getsockname(), listener.getsockname())
-                assert not sockets.process_has(1, friend.getsockname(), listener.getsockname())
+                assert loopback.is_own_peer(accepted)
+                assert loopback.process_has(os.getpid(), friend.getsockname(), listener.getsockname())
+                assert not loopback.process_has(1, friend.getsockname(), listener.getsockname())
         _check_closed(listener)
         if key:
-            with socket.socket() as stranger:
-                sockets._sign(stranger, bytes(32))
-                stranger.settimeout(0.3)
+            with socket.socket() as other:
+                loopback._sign(other, bytes(32))
+                other.settimeout(0.3)
                 with pytest.raises(TimeoutError):  # another key does not help
-                    stranger.connect(listener.getsockname())
+                    other.connect(listener.getsockname())
 
 
 def _not_permitted(listener, port):
@@ -214,20 +215,19 @@ def _not_permitted(listener, port):
 
 def _check_closed(listener):
     for source in ("127.0.0.1", "127.0.0.2"):
-        with socket.socket() as stranger:
-            stranger.bind((source, 0))
-            stranger.settimeout(0.3)
+        with socket.socket() as other:
+            other.bind((source, 0))
+            other.settimeout(0.3)
             with pytest.raises(TimeoutError):
-                stranger.connect(listener.getsockname())
+                other.connect(listener.getsockname())
 
 
 @pytest.mark.parametrize("big", [False, True])
 def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
     relay, ended = Relay(), threading.Event()
-    relay.start()
     outside, worker = socket.socketpair()
     inside, agent = socket.socketpair()
-    passes = sieve.Everything(sieve.Pipe("w", 0))
+    passes = AllPasses(Pipe("w", 0))
     reasons = []
 
     def end(reason):
@@ -235,7 +235,8 @@ def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
         ended.set()
 
     outside.setblocking(False)  # as the gate hands it over
-    relay.add(Pair(PlainStream(outside), PlainStream(inside), passes, passes, b"first ", end), big=big)
+    pair = Pair(Side(Stream(outside), passes), Side(Stream(inside), passes), end, b"first ")
+    relay.add(pair, big=big)
     data = bytes(8 << 20)
     sender = threading.Thread(target=worker.sendall, args=(data,))
     sender.start()

@@ -7,8 +7,8 @@ import pytest
 from torch.distributed.rpc import internal
 
 from ringmaster_dist import protocol
-from ringmaster_dist.transport import surface
-from ringmaster_dist.transport.unpickling import ServersUnpickler, WorkersUnpickler
+from ringmaster_dist.transport import agent
+from ringmaster_dist.transport.agent import ServersUnpickler, WorkersUnpickler
 
 WELL_FORMED = protocol.Push.is_well_formed
 
@@ -77,19 +77,19 @@ def test_a_message_that_costs_more_than_it_is_worth_is_refused(role, message):
         role(io.BytesIO(message)).load()
 
 
-def call(function=surface.leave, arguments=("session",), keywords=None):
+def call(function=agent.leave, arguments=("session",), keywords=None):
     return pickle.dumps(internal.PythonUDF(function, arguments, keywords or {}))
 
 
 def test_a_server_reads_the_five_calls():
     request = protocol.JoinRequest(2, "token", -1)
-    for function, arguments in ((surface.leave, ("session",)), (surface.join, (request,))):
+    for function, arguments in ((agent.leave, ("session",)), (agent.join, (request,))):
         read = ServersUnpickler(io.BytesIO(call(function, arguments))).load()
         assert (read.func, read.args, read.kwargs) == (function, arguments, {})
 
 
 RECURSIVE = b")\x94" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(60))  # 2^60 leaves
-FUNCTION = b"\x8c\x21ringmaster_dist.transport.surface\x8c\x05leave\x93"
+FUNCTION = b"\x8c\x1fringmaster_dist.transport.agent\x8c\x05leave\x93"
 
 
 @pytest.mark.parametrize(
