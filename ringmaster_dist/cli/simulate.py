@@ -57,10 +57,10 @@ def _run(overrides: list[str]) -> int:
     from ringmaster_dist.observe.console import ProgressLine, print_summary
     from ringmaster_dist.observe.run_directory import RunDirectory, RunDirectoryError
     from ringmaster_dist.runtime.closing import show_report
-    from ringmaster_dist.runtime.initial import chosen_weights, write_initial
     from ringmaster_dist.runtime.logger import open_logger
+    from ringmaster_dist.runtime.processes import stop_signals
     from ringmaster_dist.runtime.rehearsal import rehearse
-    from ringmaster_dist.runtime.signals import stop_signals
+    from ringmaster_dist.runtime.saved_weights import chosen_weights, write_initial
     from ringmaster_dist.simulation.session import simulate
 
     rehearse(config)

@@ -1,4 +1,4 @@
-"""``ringmaster train --dry-run``: builds everything, times one gradient and one update, says what to expect."""
+"""``ringmaster train --dry-run`` builds everything, times one gradient and one update, and forecasts the run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ringmaster_dist.server import weights
 from ringmaster_dist.simulation.forecast import forecast, horizon_of
 from ringmaster_dist.worker.job import device_of
 
-_LONGEST_SECONDS, _MOST_REPEATS = 5.0, 5  # of one measurement, after a first time that is not counted
+_LONGEST_SECONDS, _MOST_REPEATS = 5.0, 5  # limits of one measurement; its first call is not counted
 
 
 def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
-    """``initial`` are the weights the run would begin from; None: the problem's own."""
+    """Prints the forecast. ``initial`` are the weights that the run would begin from, or None for the problem's own."""
     seed, cluster, budget = config.run.seed, config.cluster, config.budget
     device = device_of(0)
     problem = build_problem(config, device, rows_of(config, 0))
     core = build_core(config, problem)
-    size, iterate = core.update.layout.size, core.snapshot.iterate
+    size, iterate = core.update.layout.size, core.snapshot.iterate  # (size,)
     if initial is not None:
         iterate = weights.flat(initial, core.update.layout, problem.dtype)
     roles = sorted({parameter.role for parameter in problem.parameters})
@@ -50,7 +50,7 @@ def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
         f"one evaluation: {_duration(evaluation_seconds)}, {often}" + (f" ({shown} at the beginning)" if shown else "")
     )
 
-    # Workers of this machine that compute on its CPU share the cores.
+    # Workers on this machine share its cores if they compute on the CPU.
     paces = cluster_seconds(cluster, cluster.workers) if cluster.profile != "none" else [0.0] * cluster.workers
     wanted = [max(pace, gradient_seconds) for pace in paces]
     demand = cluster.threads * sum(gradient_seconds / seconds for seconds in wanted[: local_workers(config)])
@@ -85,7 +85,7 @@ def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
 
 
 def _seconds(work: Callable[[int], object]) -> float:
-    """Of one call: the median of a few, without the first."""
+    """The median seconds of a few calls. The first call is not counted."""
     work(0)
     taken: list[float] = []
     while len(taken) < _MOST_REPEATS and sum(taken) < _LONGEST_SECONDS:
