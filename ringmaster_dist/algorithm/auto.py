@@ -23,7 +23,7 @@ from typing import Any
 
 from ringmaster_dist.algorithm.methods import Change, Method
 from ringmaster_dist.algorithm.schedules import Schedule
-from ringmaster_dist.theory.bounds import sufficient_threshold
+from ringmaster_dist.theory import sufficient_threshold
 
 SLACK = 2.0  # how much slower than the best guarantee is still good enough
 _REMEMBERED = 5  # times of a worker

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ringmaster_dist.chaos.injector import Injector, last_version
+from ringmaster_dist.chaos.faults import Injector, last_version, schedule
 from ringmaster_dist.chaos.report import account, show
-from ringmaster_dist.chaos.schedule import schedule
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.runtime.preparation import prepare

@@ -11,8 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ringmaster_dist.problems.nanochat.corpus import CorpusError, climbmix
-from ringmaster_dist.problems.nanochat.download import DownloadError, fetch
+from ringmaster_dist.problems.nanochat.corpus import CorpusError, DownloadError, climbmix, fetch
 
 CONTENT = bytes(range(256)) * 4000
 
