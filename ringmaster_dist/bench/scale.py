@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -77,10 +79,8 @@ def largest_cluster(exchanges_per_second: float, mean_rate: float, accumulation:
 
 _GPU = Machine("a GPU (assumed: 100 Tflop/s, 2 TB/s)", 100e12, 2e12)
 _LINKS = {"10 Gbit/s": 10e9 / 8, "100 Gbit/s": 100e9 / 8}
-_WORKER_FLOPS, _TOKENS = (
-    0.4 * 312e12,
-    65_536,
-)  # the speed of a worker's GPU, and the tokens per gradient of the larger model
+_WORKER_FLOPS = 0.4 * 312e12  # per second, of a worker's GPU
+_TOKENS = 65_536  # per gradient of the larger model
 _WORKERS, _WORKERS_QUICK = (1, 4, 16, 64, 256, 1024), (4, 16)
 _WIRES = {"float32": 4, "bfloat16": 2}
 
@@ -128,7 +128,7 @@ def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
     for _, parameters in models:
         step = update_step(Layout(parameters, GEOMETRY_MAPS["muon"]))
         step()
-        times.append(min(_own_seconds(step) for _ in range(repeats)))
+        times.append(min(_thread_seconds(step) for _ in range(repeats)))
     sizes = [described(*model) for model in models]
     machine = fitted("this machine, one thread", zip(sizes[:2], times[:2], strict=True))
     rows = [
@@ -139,24 +139,19 @@ def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
     return machine, rows
 
 
-def _own_seconds(step: Callable[[], None]) -> float:
+def _thread_seconds(step: Callable[[], None]) -> float:
     began = time.thread_time()
     step()
     return time.thread_time() - began
 
 
 def limits(models: list[Model], machines: list[Machine]) -> list[dict[str, Any]]:
-    rows = []
-    for model in models:
-        for machine in machines:
-            for wire, width in _WIRES.items():
-                moved = {name: 1.0 / transfer_seconds(model, link, width) for name, link in _LINKS.items()}
-                rows.append(
-                    {"model": model.name, "server": machine.name, "wire": wire,
-                     "updates/s": _short(1.0 / update_seconds(model, machine)),
-                     **{name: _short(rate) for name, rate in moved.items()}}
-                )  # fmt: skip
-    return rows
+    return [
+        {"model": model.name, "server": machine.name, "updates/s": _short(1.0 / update_seconds(model, machine)),
+         "wire": wire,
+         **{name: _short(1.0 / transfer_seconds(model, link, width)) for name, link in _LINKS.items()}}
+        for model, machine, (wire, width) in product(models, machines, _WIRES.items())
+    ]  # fmt: skip
 
 
 def clusters(model: Model, machine: Machine, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -164,7 +159,7 @@ def clusters(model: Model, machine: Machine, sizes: tuple[int, ...]) -> list[dic
     for workers in sizes:
         times = base_seconds("gpus", workers, GPU_GRADIENT_SECONDS["A100"]).tolist()
         played = forecast(times, Method(Constant(0.1, 0.1, workers)), jitter=0.05, interrupt=True, horizon_seconds=3.0)
-        moved = played.gradients_per_second * model.parameters * 4
+        moved = played.gradients_per_second * model.parameters * 4  # bytes per second
         rows.append(
             {"workers": workers, "gradients/s": _short(played.gradients_per_second),
              "accepted/s": _short(played.updates_per_second), "MB/s each way": _short(moved / 1e6),
@@ -176,24 +171,23 @@ def clusters(model: Model, machine: Machine, sizes: tuple[int, ...]) -> list[dic
 
 
 def largest(models: list[tuple[Model, float]], machines: list[Machine]) -> list[dict[str, Any]]:
+    """Each column adds a remedy to the one before. A model comes with the rate of its mean worker."""
     rows = []
-    for model, rate in models:
-        for machine in machines:
-            for name, link in _LINKS.items():
-
-                def carried(
-                    wire: int, accumulation: int, shards: int, model: Model = model, machine: Machine = machine,
-                    link: float = link, rate: float = rate,
-                ) -> int | str:  # fmt: skip
-                    slower = max(update_seconds(model, machine, shards), transfer_seconds(model, link, wire, shards))
-                    return largest_cluster(1.0 / slower, rate, accumulation) or "<1"
-
-                rows.append(
-                    {"model": model.name, "server and link": f"{machine.name.partition(' (')[0]}, {name}",
-                     "as it is": carried(4, 1, 1), "bfloat16": carried(2, 1, 1),
-                     "+ 8 accumulated": carried(2, 8, 1), "+ 4 shards": carried(2, 8, 4)}
-                )  # fmt: skip
+    for (model, rate), machine, (name, link) in product(models, machines, _LINKS.items()):
+        carried = partial(_carried, model, machine, link, rate)
+        rows.append(
+            {"model": model.name, "server and link": f"{machine.name.partition(' (')[0]}, {name}",
+             "as it is": carried(4, 1, 1), "bfloat16": carried(2, 1, 1),
+             "+ 8 accumulated": carried(2, 8, 1), "+ 4 shards": carried(2, 8, 4)}
+        )  # fmt: skip
     return rows
+
+
+def _carried(
+    model: Model, machine: Machine, link: float, rate: float, wire: int, accumulation: int, shards: int
+) -> int | str:
+    slower = max(update_seconds(model, machine, shards), transfer_seconds(model, link, wire, shards))
+    return largest_cluster(1.0 / slower, rate, accumulation) or "<1"
 
 
 def _paper_rate() -> float:
