@@ -7,7 +7,6 @@ once, into another flat tensor (size,).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -20,14 +19,14 @@ from ringmaster_dist import randomness
 from ringmaster_dist.algorithm.layout import ROLES, Layout, Parameter
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted, Stop, never
-from ringmaster_dist.problems.module_state import Buffers, estimate, norms_of, settle
+from ringmaster_dist.problems.module_state import Buffers, estimate, fingerprint_of, norms_of, settle
 from ringmaster_dist.problems.seeding import seeded
 
 Batch = Any
 
-# No real worker has these ids. Their batches give the running statistics, and their draws are those of an evaluation.
-STATISTICS_WORKER = 2**20
-_EVALUATION_WORKER = STATISTICS_WORKER + 1
+# No real worker has an id this large.
+STATISTICS_WORKER = 2**20  # its batches give the running statistics
+_EVALUATION_WORKER = STATISTICS_WORKER + 1  # its draws are those of an evaluation
 _ODD_WEIGHTS = 0.1  # standard deviation of the weights at which `_find_changing` looks for changing buffers
 
 
@@ -78,7 +77,7 @@ class ModuleProblem:
         self.module, self.device = module.to(device), torch.device(device)
         self.parameters: Sequence[Parameter] = trainable_parameters(module, role)
         self.clip, self.seed = clip, seed
-        self.data_fingerprint = _fingerprint(module)
+        self.data_fingerprint = fingerprint_of(module)
         self._buffers = Buffers(module)
         self._batches, self._loss, self._evaluate = batches, loss, evaluate
         self._weight, self._loss_scales, self._statistics_batches = weight, loss_scales, statistics_batches
@@ -98,7 +97,7 @@ class ModuleProblem:
         self._point_at(self._flat)
 
     @cached_property
-    def _own_copy(self) -> torch.Tensor:
+    def _evaluated(self) -> torch.Tensor:
         """The weights of an evaluation, (size,)."""
         return self._flat if self.device.type != "cpu" else torch.empty(self._layout.size)
 
@@ -112,7 +111,7 @@ class ModuleProblem:
         return list(self._layout.views(self._gradient).values())
 
     @cached_property
-    def _handed(self) -> torch.Tensor:
+    def _host_gradient(self) -> torch.Tensor:
         """The gradient in host memory, (size,). A copy from a GPU is faster into pinned pages."""
         pinned = self.device.type == "cuda"
         return torch.empty(self._layout.size, pin_memory=True) if pinned else self._gradient
@@ -145,9 +144,9 @@ class ModuleProblem:
             factor *= min(1.0, self.clip * scale / (float(self._gradient.norm()) + 1e-6 * scale))
         if factor != 1.0:
             self._gradient.mul_(factor)
-        if self._handed is not self._gradient:
-            self._handed.copy_(self._gradient)
-        return self._handed, loss
+        if self._host_gradient is not self._gradient:
+            self._host_gradient.copy_(self._gradient)
+        return self._host_gradient, loss
 
     def _accumulate(self, batches: Sequence[Batch], scale: float) -> float:
         """Writes the gradient times ``scale`` into its buffer, and returns the mean loss."""
@@ -224,7 +223,7 @@ class ModuleProblem:
         self._stop = never
         if self._changing is None and self._buffers.has_saved:
             self._changing = self._find_changing(forward)
-        self._point_at(self._own_copy.copy_(iterate))  # a copy, because user code may write to its weights
+        self._point_at(self._evaluated.copy_(iterate))  # a copy, because user code may write to its weights
         self._buffers.restore()
         if not self._buffers.has_saved:
             self.module.eval()
@@ -239,7 +238,7 @@ class ModuleProblem:
         The weights are random, so that no buffer has its final value by chance, but the same in every process.
         """
         drawn = torch.Generator().manual_seed(0)
-        self._point_at(self._own_copy.copy_(torch.randn(self._layout.size, generator=drawn).mul_(_ODD_WEIGHTS)))
+        self._point_at(self._evaluated.copy_(torch.randn(self._layout.size, generator=drawn).mul_(_ODD_WEIGHTS)))
         self._buffers.restore()
         self.module.train()
         forward(0)
@@ -308,14 +307,3 @@ def trainable_parameters(module: nn.Module, role: Callable[[str, nn.Parameter], 
     if not found:
         raise Mistake(f"the module ({type(module).__name__}) has no parameters that require a gradient")
     return found
-
-
-def _fingerprint(module: nn.Module) -> str:
-    """A hash of frozen parameters and buffers. They are not sent, so every machine has to make the same ones."""
-    digest = hashlib.sha256()
-    state = module.state_dict(keep_vars=True)
-    fixed = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and not t.requires_grad}
-    for name, tensor in fixed.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16] if fixed else ""

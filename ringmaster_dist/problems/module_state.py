@@ -8,6 +8,7 @@ over some training batches ("precise batch norm").
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -76,6 +77,17 @@ class Buffers:
             and not ((now := owner._buffers.get(name)) is not None and torch.equal(now.detach(), initial))
         ]
         return self._changing
+
+
+def fingerprint_of(module: nn.Module) -> str:
+    """A hash of frozen parameters and buffers. They are not sent, so every machine has to make the same ones."""
+    digest = hashlib.sha256()
+    state = module.state_dict(keep_vars=True)
+    fixed = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and not t.requires_grad}
+    for name, tensor in fixed.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16] if fixed else ""
 
 
 def norms_of(module: nn.Module) -> list[_NormBase]:

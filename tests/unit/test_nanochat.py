@@ -260,6 +260,21 @@ def test_prepared_once_and_the_same_everywhere(tmp_path):
     assert set(rows.sample(0, 0, 0, 4000)[:, 0].tolist()) <= set(range(300))
 
 
+def test_a_single_file_validates_on_every_twentieth_document(tmp_path):
+    def write(name, texts):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return tmp_path / name
+
+    whole = corpora.text_files(write("whole.jsonl", TEXTS))
+    parts = [
+        corpora.Source(write("train.jsonl", [text for i, text in enumerate(TEXTS) if i % 20]), "train", False),
+        corpora.Source(write("validation.jsonl", TEXTS[::20]), "validation", True),
+    ]
+    one, other = (prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache") for sources in (whole, parts))
+    assert one.folder != other.folder
+    assert one.fingerprint == other.fingerprint
+
+
 def test_an_interrupted_preparation_is_never_used(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
