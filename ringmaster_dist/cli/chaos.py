@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ringmaster_dist.chaos.injector import Injector
+from ringmaster_dist.chaos.faults import Injector, schedule
 from ringmaster_dist.chaos.report import account, show
-from ringmaster_dist.chaos.schedule import schedule
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.runtime.preparation import prepare
-from ringmaster_dist.runtime.supervisor import Place, become, leave, supervise
+from ringmaster_dist.runtime.processes import SupervisedProcess, become, leave
+from ringmaster_dist.runtime.supervisor import supervise
 
 _HELP = """ringmaster chaos [seconds=600] [faults=60] [restarts=2] [seed=0] [dir=DIR] [key=value ...] [--json]
 
@@ -70,8 +70,8 @@ def _train(path: Path, overrides: list[str], seconds: float, plan: Callable[[int
     config, _, directory = prepare([*_DEFAULTS, *overrides, f"run.dir={path}"])
     injector = Injector(path, plan(config.cluster.workers), seconds, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
-    def watch(server: Place, workers: list[Place]) -> None:
-        injector.tick(_alive(server), [_alive(place) for place in workers])
+    def watch(server: SupervisedProcess, workers: list[SupervisedProcess]) -> None:
+        injector.tick(server.pid, [worker.pid for worker in workers])
 
     try:
         code = supervise(config, directory, work=partial(_suffer, str(path / "faults.jsonl")), watch=watch)
@@ -100,10 +100,6 @@ def _said_to(path: Path) -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(terminal, 2)
         os.close(terminal)
-
-
-def _alive(place: Place) -> int | None:
-    return place.process.pid if place.process is not None and place.exit_code is None else None
 
 
 def _suffer(told: str, name: str, address: str, token: str, slot: int, arguments: dict[str, Any]) -> None:

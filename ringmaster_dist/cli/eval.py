@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
-    from ringmaster_dist.runtime.weights import find_weights
+    from ringmaster_dist.runtime.saved_weights import find_weights
 
     weights = find_weights(Path(path))
     problem = weights.problem

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from ringmaster_dist.runtime.weights import find_weights
+    from ringmaster_dist.runtime.saved_weights import find_weights
     from ringmaster_dist.server.weights import by_name, write
 
     weights = find_weights(Path(argv[0]))

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     from ringmaster_dist.problems.nanochat.generate import generate
     from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
     from ringmaster_dist.problems.nanochat.tokenizer import BOS
-    from ringmaster_dist.runtime.weights import find_weights
+    from ringmaster_dist.runtime.saved_weights import find_weights
 
     temperature, top_k = options.get("--temperature", 0.8), options.get("--top-k", 50)
     if temperature < 0 or top_k < 0 or options.get("--tokens", 1) < 1:

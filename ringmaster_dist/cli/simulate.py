@@ -57,9 +57,9 @@ def _run(overrides: list[str]) -> int:
     from ringmaster_dist.observe.loggers import open_logger
     from ringmaster_dist.observe.report import show_summary
     from ringmaster_dist.observe.run_directory import RunDirectory
-    from ringmaster_dist.runtime.initial import chosen_weights, write_initial
+    from ringmaster_dist.runtime.processes import stop_signals
     from ringmaster_dist.runtime.rehearsal import rehearse
-    from ringmaster_dist.runtime.signals import stop_signals
+    from ringmaster_dist.runtime.saved_weights import chosen_weights, write_initial
     from ringmaster_dist.simulation.session import simulate
 
     rehearse(config)

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     if not port.isdigit() or int(port) > 65535:
         raise UserError(f"port={port}: must be between 0 (any free one) and 65535")
 
-    from ringmaster_dist.runtime.signals import stop_signals
+    from ringmaster_dist.runtime.processes import stop_signals
 
     directory = Path(words[0])
     if not (directory / "config.yaml").is_file():

@@ -21,7 +21,7 @@ The other keys are those of each worker:
 
 
 def main(argv: list[str]) -> int:
-    from ringmaster_dist.runtime.workers import supervise_workers
+    from ringmaster_dist.runtime.supervisor import supervise_workers
     from ringmaster_dist.worker import __main__ as worker
 
     given = dict(word.partition("=")[::2] for word in argv if word.startswith(("workers=", "restarts=")))

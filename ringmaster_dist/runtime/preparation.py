@@ -1,4 +1,4 @@
-"""From overrides to a run directory that a server can be started in, with everything checked before."""
+"""From overrides to a run directory that a server can start in. Everything is checked before anything is written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 import sys
 from pathlib import Path
 
+from omegaconf import DictConfig
 from rich.console import Console
 
 from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
@@ -18,8 +19,8 @@ from ringmaster_dist.config.secret import servers_token
 from ringmaster_dist.observe.console import ProgressLine
 from ringmaster_dist.observe.records import Summary
 from ringmaster_dist.observe.run_directory import RunDirectory
-from ringmaster_dist.runtime.initial import Tensors, chosen_weights, write_initial
 from ringmaster_dist.runtime.rehearsal import rehearse
+from ringmaster_dist.runtime.saved_weights import Tensors, chosen_weights, write_initial
 from ringmaster_dist.runtime.supervisor import local_workers
 from ringmaster_dist.transport.addresses import elsewhere, is_loopback
 from ringmaster_dist.worker.job import device_of
@@ -28,57 +29,75 @@ log = logging.getLogger(__name__)
 
 
 class RunIsOver(Exception):
-    """There is nothing to go on with, and that is as it should be."""
+    """The run has used up its budget, so resume=auto has nothing to do. This is not an error."""
 
 
 def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
-    """Checks everything, claims or reopens the run directory, writes the configuration and the token.
+    """Checks everything, makes or reopens the run directory, and writes the configuration and the token into it.
 
-    Raises `RunIsOver` with resume=auto where the run in the directory has ended by its budget.
+    Raises UserError at a mistake, and `RunIsOver` if resume=auto finds a run that has used up its budget.
     """
-    resumed = next((word.partition("=")[2] for word in overrides if word.startswith("resume=")), "")
-    if resumed == "auto":
-        composed = compose(overrides, "train")
-        resumed = _begun(composed.run.dir)
-        composed.resume = None
-        if resumed:
-            same_run(Path(resumed), composed)
-            composed.init = begun_from(Path(resumed))  # init counts only for the beginning
-    else:
-        resumed = "" if resumed == "null" else resumed
-        composed = continued(Path(resumed), overrides) if resumed else compose(overrides, "train")
+    composed, resumed = _composed(overrides)
     config = to_typed(composed, real_time=True)
     _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
     _refuse_plain_text(config)
     token = servers_token()
     if resumed:
-        directory = RunDirectory.opened(Path(resumed))
-        directory.refuse_if_in_use()
-        _refuse_if_used_up(config, directory, asked="resume=auto" not in overrides)
-        rehearse(config, device_of(0))
-        if token:
-            directory.write_secret("token", token)
-        for name in ("summary.json", "final.safetensors"):  # of the part before
-            (directory.path / name).unlink(missing_ok=True)
+        directory = _reopened(config, Path(resumed), token, asked="resume=auto" not in overrides)
     else:
-        initial = _rehearsed(config)
-        name = f"{config.problem.name}-{config.method.name}"
-        directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
-        write_initial(directory.path, initial)
-        directory.write_secret("token", token or secrets.token_hex(16))
+        directory = _made(config, token)
     composed.run.dir = str(directory.path)
-    if config.cluster.profile == "file":  # which workers on other machines do not have
+    if config.cluster.profile == "file":  # workers on other machines do not have that file
         composed.cluster.times = measured_times(config.cluster)
     text = annotated(composed) + "\n"
     directory.write_config(text)
     return config, text, directory
 
 
+def _composed(overrides: list[str]) -> tuple[DictConfig, str]:
+    """The configuration, and the directory of the run to resume, which is empty for a new run."""
+    resumed = next((word.partition("=")[2] for word in overrides if word.startswith("resume=")), "")
+    if resumed in ("", "null"):
+        return compose(overrides, "train"), ""
+    if resumed != "auto":
+        return continued(Path(resumed), overrides), resumed
+    composed = compose(overrides, "train")
+    resumed = _begun(composed.run.dir)
+    composed.resume = None
+    if resumed:
+        same_run(Path(resumed), composed)
+        composed.init = begun_from(Path(resumed))  # a resumed run keeps the init= that it began with
+    return composed, resumed
+
+
+def _reopened(config: Config, path: Path, token: str, *, asked: bool) -> RunDirectory:
+    """The directory of a run that is resumed. ``asked`` says whether the user has named it (not resume=auto)."""
+    directory = RunDirectory.opened(path)
+    directory.refuse_if_in_use()
+    _refuse_if_used_up(config, directory, asked=asked)
+    rehearse(config, device_of(0))
+    if token:
+        directory.write_secret("token", token)
+    for name in ("summary.json", "final.safetensors"):  # they describe the run up to its last stop
+        (directory.path / name).unlink(missing_ok=True)
+    return directory
+
+
+def _made(config: Config, token: str) -> RunDirectory:
+    """The directory of a new run, with its initial weights (if init= is given) and its token."""
+    initial = _rehearsed(config)
+    name = f"{config.problem.name}-{config.method.name}"
+    directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
+    write_initial(directory.path, initial)
+    directory.write_secret("token", token or secrets.token_hex(16))
+    return directory
+
+
 def prepare_dry_run(overrides: list[str]) -> tuple[Config, Tensors | None]:
-    """The same checks for a run that is not begun: its configuration, and the weights it would begin from."""
+    """The same checks for a run that is not started. Returns its configuration and the weights it would begin from."""
     if any(word.startswith("resume=") for word in overrides):
-        raise UserError("--dry-run describes a run that is to begin: leave out resume")
+        raise UserError("--dry-run describes a new run: leave out resume")
     config = to_typed(compose(overrides, "train"), real_time=True)
     _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
@@ -89,9 +108,10 @@ def prepare_dry_run(overrides: list[str]) -> tuple[Config, Tensors | None]:
 
 
 def _rehearsed(config: Config) -> Tensors | None:
+    """Tries the user's code once. Returns the weights that the run begins from, or None for the problem's own."""
     rehearse(config, device_of(0))
     if config.init and config.problem.name == "nanochat":
-        prepare_data(config)  # to know the names of its parameters
+        prepare_data(config)  # building the problem below needs its data
     return chosen_weights(config)
 
 
@@ -103,7 +123,7 @@ def _refuse_what_only_a_simulation_can(config: Config) -> None:
 
 
 def _begun(directory: str | None) -> str:
-    """The directory, if it holds a run that can go on; empty if not."""
+    """The directory if it holds a run that can be resumed, else an empty string."""
     if directory is None:
         raise UserError("resume=auto needs run.dir, the directory to look into")
     return directory if all((Path(directory) / name).exists() for name in ("config.yaml", "token")) else ""
@@ -125,8 +145,8 @@ def _refuse_plain_text(config: Config) -> None:
         return
     if not server.insecure:
         raise UserError(
-            f"server.tls=false with server.host={server.host}: whoever is on the network between could read the token "
-            "and take part; leave server.tls at true, or say server.insecure=true if that network is yours alone"
+            f"server.tls=false with server.host={server.host}: anybody on the network between could read the token "
+            "and join the run; leave server.tls at true, or say server.insecure=true if that network is yours alone"
         )
     log.warning("server.tls=false: the token and all training data cross the network at %s unencrypted", server.host)
 
@@ -144,7 +164,7 @@ def _refuse_if_used_up(config: Config, directory: RunDirectory, *, asked: bool) 
 
 
 def prepare_data(config: Config) -> None:
-    """Before the processes start, so that they find it and its progress can be seen."""
+    """Tokenizes the corpus before the processes start, and shows the progress. The processes then find it on disk."""
     from ringmaster_dist.config.build import build_rows
 
     line = ProgressLine(Console(file=sys.stderr))

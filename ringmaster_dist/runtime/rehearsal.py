@@ -1,6 +1,6 @@
-"""Computes one gradient and one evaluation of the user's own problem before anything is started.
+"""Computes one gradient and one evaluation of the user's own problem before any process is started.
 
-A mistake in the user's code is shown once, here, and not by every worker in turn.
+So a mistake in the user's code is reported once, and not by every worker.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.server import weights
 
-_ROUNDING = 1e-3  # relative to the largest entry; a GPU does not sum in the same order each time
+_ROUNDING = 1e-3  # relative to the largest entry; a GPU does not always sum in the same order
 
 
 def rehearse(config: Config, device: str = "cpu") -> None:
-    """Raises `UserError` at a mistake in the user's code; only warns if the gradient does not repeat."""
+    """Raises UserError at a mistake in the user's code. Only warns if the gradient is not reproducible."""
     if config.problem.name != "python":
         return
     threads = torch.get_num_threads()
@@ -54,8 +54,8 @@ def _rehearse(config: Config, device: str) -> None:
         second, second_loss = problem.gradient(iterate, seed, 0, 0)
     if not torch.equal(iterate, kept):
         raise UserError(
-            f"problem.target={target}: the gradient has changed the weights in place: only the server moves them; "
-            "compute the loss from a copy"
+            f"problem.target={target}: the gradient has changed the weights in place: only the server may change "
+            "them; compute the loss from a copy"
         )
     if _names(problem) != names:
         (new, *_) = sorted(_names(problem) ^ names)
@@ -86,7 +86,7 @@ def _rehearse(config: Config, device: str) -> None:
 
 
 def _names(problem: Problem) -> set[str]:
-    """Of everything in the state of a module."""
+    """The names of all parameters and buffers of a module."""
     return set(problem.module.state_dict()) if isinstance(problem, ModuleProblem) else set()
 
 

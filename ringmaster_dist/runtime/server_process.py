@@ -30,7 +30,7 @@ from ringmaster_dist.observe.run_files import CONFIG, FINAL, TERMS
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.runtime.checkpoint_writer import CheckpointWriter
 from ringmaster_dist.runtime.journal import Journal, close_logger
-from ringmaster_dist.runtime.signals import stop_signals
+from ringmaster_dist.runtime.processes import stop_signals
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.checkpoints import Checkpoints, CheckpointState, Unusable
 from ringmaster_dist.server.core import ServerCore

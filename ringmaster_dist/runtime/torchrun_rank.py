@@ -1,25 +1,34 @@
-"""One rank of a torchrun: rank 0 is the server, every other rank a worker of it.
+"""One rank of a torchrun. Rank 0 is the server, and every other rank is one of its workers.
 
-Ranks on the machine of rank 0 learn from a file where the server is (see meeting.py). A rank on another machine needs
-the server's address as server.host and server.port, and the token as RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN.
+Ranks on the machine of rank 0 find the server through a `Rendezvous` file. A rank on another machine needs the server's
+address as server.host and server.port, and the token as RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.secret import given_token
+from ringmaster_dist.files import open_private
 from ringmaster_dist.logs import log_as_told
 from ringmaster_dist.observe.report import show_summary
-from ringmaster_dist.runtime.meeting import Meeting
 from ringmaster_dist.runtime.preparation import RunIsOver, prepare
 from ringmaster_dist.transport.addresses import is_loopback, joined
 
+_LOOK_SECONDS = 0.05
+
 
 def take_part(argv: list[str]) -> int:
-    """Serves or works, by the rank torchrun has given. Returns the exit code."""
+    """Serves or works, by the rank that torchrun has given. Returns the exit code."""
     log_as_told()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     workers = int(os.environ["WORLD_SIZE"]) - 1
@@ -30,25 +39,61 @@ def take_part(argv: list[str]) -> int:
         )
     if rank != local_rank:
         return _work_elsewhere(argv, rank)
-    meeting = Meeting()
-    return _serve(argv, workers, meeting) if rank == 0 else _work(rank, meeting)
+    rendezvous = Rendezvous()
+    return _serve(argv, workers, rendezvous) if rank == 0 else _work(rank, rendezvous)
 
 
-def _work(rank: int, meeting: Meeting) -> int:
+def _serve(argv: list[str], workers: int, rendezvous: Rendezvous) -> int:
+    from ringmaster_dist.runtime.processes import stop_signals
+    from ringmaster_dist.runtime.server_process import serve
+    from ringmaster_dist.runtime.supervisor import worker_arguments
+
+    numbers = [f"cluster.workers={workers}"] if workers else []
+    try:
+        config, config_text, directory = prepare([*_resumed(argv, rendezvous.known().get("directory", "")), *numbers])
+    except RunIsOver as over:
+        print(over)
+        rendezvous.publish({"server": {"over": True}})
+        return 0
+    rendezvous.publish({"directory": str(directory.path)})
+    token = directory.read("token")
+
+    def announce(address: str) -> None:
+        rendezvous.publish({"server": {"address": address, "token": token, "arguments": worker_arguments(config)}})
+
+    with stop_signals() as asked:
+        serve(config, config_text, directory, token, announce=announce, should_stop=asked)
+    rendezvous.publish({"server": {"over": True}})  # this removes the token from the file
+    return show_summary(directory, report=config.run.report)
+
+
+def _resumed(argv: list[str], begun: str) -> list[str]:
+    """The overrides that resume the run in ``begun``, which an earlier start of the same torchrun has begun.
+
+    torchrun restarts all ranks when one has died (``--max-restarts``).
+    """
+    if not begun or any(word.startswith("resume=") for word in argv):
+        return argv
+    rest = [word for word in argv if word.partition("=")[0] not in ("run.dir", "run.overwrite")]
+    return [*rest, f"run.dir={begun}", "resume=auto"]
+
+
+def _work(rank: int, rendezvous: Rendezvous) -> int:
+    """Works on the machine of rank 0."""
     from ringmaster_dist.worker.__main__ import work
 
-    server = meeting.find("server")
+    server = rendezvous.wait_for("server")
     if server.get("over"):
         return 0
-    # Asked at every attempt to connect: after a restart the server may listen elsewhere.
+    # The address is read at every attempt to connect, because a restarted server may listen elsewhere.
     return work(
-        lambda: str(meeting.known()["server"].get("address", server["address"])), server["token"], slot=rank - 1,
+        lambda: str(rendezvous.known()["server"].get("address", server["address"])), server["token"], slot=rank - 1,
         **server["arguments"],
     )  # fmt: skip
 
 
 def _work_elsewhere(argv: list[str], rank: int) -> int:
-    """On a machine that rank 0 is not on."""
+    """Works on another machine than that of rank 0."""
     from ringmaster_dist.runtime.supervisor import worker_arguments
     from ringmaster_dist.worker.__main__ import work
 
@@ -62,33 +107,49 @@ def _work_elsewhere(argv: list[str], rank: int) -> int:
     return work(where, token, slot=rank - 1, **worker_arguments(config))
 
 
-def _serve(argv: list[str], workers: int, meeting: Meeting) -> int:
-    from ringmaster_dist.runtime.server_process import serve
-    from ringmaster_dist.runtime.signals import stop_signals
-    from ringmaster_dist.runtime.supervisor import worker_arguments
+class Rendezvous:
+    """A file through which the ranks of one torchrun on one machine find the server. Rank 0 writes, the others read.
 
-    numbers = [f"cluster.workers={workers}"] if workers else []
-    try:
-        config, config_text, directory = prepare([*_resumed(argv, meeting.known().get("directory", "")), *numbers])
-    except RunIsOver as over:
-        print(over)
-        meeting.publish({"server": {"over": True}})
-        return 0
-    meeting.publish({"directory": str(directory.path)})
-    token = directory.read("token")
+    torchrun's own store would not do, because anybody who reaches its port can read and write it. The file is private
+    to the user, because it holds the token. It is named after the torchrun process, so it survives a restart of the
+    ranks and tells rank 0 which run to resume.
+    """
 
-    def announce(address: str) -> None:
-        meeting.publish({"server": {"address": address, "token": token, "arguments": worker_arguments(config)}})
+    def __init__(self, folder: Path | None = None) -> None:
+        folder = folder or Path(tempfile.gettempdir()) / f"ringmaster-{os.getuid()}"
+        _make_private(folder)
+        parent = os.getppid()
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # process ids are reused
+        self._path = folder / f"torchrun-{parent}-{started}.json"
+        for other in folder.glob("torchrun-*.json"):
+            if not Path(f"/proc/{other.name.split('-')[1]}").exists():  # its torchrun has ended
+                other.unlink(missing_ok=True)
 
-    with stop_signals() as asked:
-        serve(config, config_text, directory, token, announce=announce, should_stop=asked)
-    meeting.publish({"server": {"over": True}})  # in place of the token
-    return show_summary(directory, report=config.run.report)
+    def publish(self, facts: Mapping[str, Any]) -> None:
+        """Adds ``facts`` to the file, or replaces those of the same key."""
+        temporary = self._path.with_suffix(".new")
+        with open_private(temporary, "w") as file:
+            json.dump({**self.known(), **facts}, file)
+        temporary.replace(self._path)
+
+    def known(self) -> dict[str, Any]:
+        """Everything that has been published so far."""
+        try:
+            facts: dict[str, Any] = json.loads(self._path.read_text())
+        except FileNotFoundError:
+            return {}
+        return facts
+
+    def wait_for(self, key: str) -> Any:
+        """Blocks until the key is published. torchrun ends this rank if rank 0 fails before that."""
+        while key not in (facts := self.known()):
+            time.sleep(_LOOK_SECONDS)
+        return facts[key]
 
 
-def _resumed(argv: list[str], begun: str) -> list[str]:
-    """torchrun starts all ranks again when one has died (``--max-restarts``): then the run it has begun is resumed."""
-    if not begun or any(word.startswith("resume=") for word in argv):
-        return argv
-    rest = [word for word in argv if word.partition("=")[0] not in ("run.dir", "run.overwrite")]
-    return [*rest, f"run.dir={begun}", "resume=auto"]
+def _make_private(folder: Path) -> None:
+    """Makes the folder. Raises UserError if another user could read or write it."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UserError(f"{folder} is not a folder of yours alone: remove it, or set TMPDIR to another place")

@@ -12,7 +12,7 @@ from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.problems.nanochat.model import NanoChat
 from ringmaster_dist.problems.quadratic import Quadratic
-from ringmaster_dist.runtime.weights import find_weights
+from ringmaster_dist.runtime.saved_weights import find_weights
 from ringmaster_dist.server import weights
 
 

@@ -1,0 +1,120 @@
+"""Finds saved weights: those that a command was pointed at, and those that a run begins from (``init=``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+
+from ringmaster_dist.algorithm.layout import Layout
+from ringmaster_dist.config.build import build_layout, build_problem
+from ringmaster_dist.config.compose import from_yaml
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.schema import Config
+from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems.module import ModuleProblem
+from ringmaster_dist.server import weights
+from ringmaster_dist.server.checkpoints import Checkpoints, is_checkpoint, read
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Weights(NamedTuple):
+    """Weights with the problem that they belong to."""
+
+    config: Config
+    problem: Problem
+    layout: Layout
+    iterate: torch.Tensor  # (layout.size,)
+    version: int
+    path: Path  # the file that they were read from
+    config_file: Path
+
+
+def find_weights(path: Path) -> Weights:
+    """Reads a run's newest checkpoint, one checkpoint, or exported weights. Raises UserError if there are none."""
+    if path.is_dir():
+        found = Checkpoints(path / "checkpoints").newest(rename=False)
+        if found is None:
+            raise UserError(f"{path} has no good checkpoint: is it the directory of a ringmaster train?")
+        file, config_file = found[0], path / "config.yaml"
+    elif path.is_file():
+        file = path
+        exported, in_folder = path.with_suffix(".yaml"), path.parent / "config.yaml"
+        of_checkpoint = path.parent.parent / "config.yaml"
+        config_file = next((place for place in (exported, in_folder) if place.exists()), of_checkpoint)
+    else:
+        raise UserError(f"{path} does not exist: give a run's directory, a checkpoint or exported weights")
+    if not config_file.is_file():
+        raise UserError(f"{path}: its configuration is missing ({config_file})")
+    config = from_yaml(config_file.read_text())
+    problem = build_problem(config)
+    layout = build_layout(config, problem)
+    try:
+        iterate, version = _load(file, layout, problem.dtype)
+    except (ValueError, KeyError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be used: {error}") from error
+    return Weights(config, problem, layout, iterate, version, file, config_file)
+
+
+def _load(file: Path, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """The flat iterate, (layout.size,), and its version."""
+    if not is_checkpoint(file):
+        tensors, version = weights.read(file)
+        if version is None:
+            raise ValueError("it is neither a checkpoint nor exported weights")
+        return weights.flat(tensors, layout, dtype), version
+    state = read(file).core
+    if state.iterate.numel() != layout.size:
+        raise ValueError(f"it is of another model ({state.iterate.numel():,} parameters, not {layout.size:,})")
+    return state.iterate, state.version
+
+
+def chosen_weights(config: Config) -> Tensors | None:
+    """The trained parameters of ``init=`` by name, or None without it. Raises UserError if they do not fit the problem.
+
+    Nothing is written, so that a mistake leaves no trace.
+    """
+    if config.init is None:
+        return None
+    tensors = _tensors_by_name(Path(config.init).expanduser())
+    problem = build_problem(config)
+    layout = build_layout(config, problem)
+    try:
+        iterate = weights.flat(tensors, layout, problem.dtype)
+        _refuse_other_frozen(problem, iterate, tensors)
+        if not bool(torch.isfinite(iterate).all()):
+            raise ValueError("it has numbers that are not finite")
+    except ValueError as error:
+        raise UserError(f"init={config.init}: {error}") from error
+    return {name: view.clone() for name, view in layout.views(iterate).items()}
+
+
+def write_initial(directory: Path, chosen: Tensors | None) -> None:
+    if chosen is not None:
+        weights.write(directory / weights.INITIAL, chosen, 0)
+
+
+def _tensors_by_name(path: Path) -> Tensors:
+    """A checkpoint is one flat tensor, whose order is that of its own run's problem. So that problem is built."""
+    try:
+        if path.is_file() and not is_checkpoint(path):
+            return weights.read(path)[0]
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"init={path} cannot be read: {error}") from error
+    try:
+        found = find_weights(path)
+    except UserError as error:
+        raise UserError(f"init: {error}") from error
+    return weights.by_name(found.problem, found.layout, found.iterate)
+
+
+def _refuse_other_frozen(problem: Problem, iterate: torch.Tensor, tensors: Tensors) -> None:
+    """Raises ValueError if frozen parameters differ: workers make them with the factory and do not receive them."""
+    if not isinstance(problem, ModuleProblem):
+        return
+    for name, tensor in problem.fixed_state(iterate).items():
+        if name in tensors and not torch.equal(tensor, tensors[name].to(tensor.dtype)):
+            raise ValueError(f"{name!r}, which is not trained, differs from the module's: load it in the factory")
