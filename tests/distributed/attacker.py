@@ -1,4 +1,5 @@
-"""What strangers and holders of the token try. Speaks TensorPipe by hand, so that it can say what torch never would."""
+"""Attacks of peers with and without the token. Encodes TensorPipe by hand, so that it can send what torch never
+sends."""
 
 import contextlib
 import os
@@ -17,7 +18,7 @@ SECONDS = 10.0
 
 
 def listening(pids):
-    """Every TCP socket that these processes listen on, (host, port): found in /proc, not taken from anybody's word."""
+    """Returns every TCP socket that these processes listen on, as (host, port), from /proc."""
     found = set()
     for pid in pids:
         for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -45,7 +46,7 @@ def _address(text, family):
 
 
 def say(address, data, *, wait=0.2, close=True):
-    """Connects, says something, and waits a moment for an answer; None: no connection was made."""
+    """Connects, sends something, and waits briefly for an answer. Returns None if no connection was made."""
     try:
         stream = socket.create_connection(address, timeout=0.5)
     except OSError:
@@ -63,7 +64,7 @@ def say(address, data, *, wait=0.2, close=True):
 
 
 def shake_hands(address, context):
-    """A TLS handshake and one read; the name of what went wrong, or what was received."""
+    """Makes a TLS handshake and one read. Returns the name of the error, or the bytes received."""
     try:
         with socket.create_connection(address, timeout=2) as plain, context.wrap_socket(plain) as stream:
             stream.sendall(tensorpipe.opening("mallory"))
@@ -90,13 +91,13 @@ def descriptor(payloads, tensors=(), device=b"cpu"):
 
 
 def message(call=b"\x00\x80\x04N.", kind=0x102, tensors=(), pickle=EMPTY):
-    """A whole message, its payloads as announced."""
+    """Returns a whole message, with payloads of the announced sizes."""
     payloads = [struct.pack("<i", kind), struct.pack("<q", 0), call, pickle]
     return framed(descriptor([len(part) for part in payloads], tensors)) + b"".join(map(framed, payloads))
 
 
 class Pipe:
-    """A worker's pipe by hand, with the right token: TLS, greeting, brochure."""
+    """A worker's pipe made by hand, with the right token. It has TLS, a greeting and a brochure."""
 
     def __init__(self, server, token, *, name="mallory", tls=True):
         self._server, self._context = server, identity.worker_context(token) if tls else None
@@ -113,7 +114,7 @@ class Pipe:
         return stream
 
     def further_all(self):
-        """All connections that the answer asks for; that for tensors."""
+        """Opens all connections that the answer asks for. Returns the one for tensors."""
         self.reply = self.further(self.answer.reply)
         (registration,) = self.answer.channels["basic"]
         self.tensors = self.further(registration)
@@ -127,7 +128,7 @@ class Pipe:
 
 
 def ends(stream):
-    """Whether the other side ends the connection, rather than answers."""
+    """Returns whether the other side ends the connection instead of answering."""
     stream.socket.settimeout(SECONDS)
     try:
         return stream.receive_into(memoryview(bytearray(1 << 16))) == 0
@@ -136,6 +137,6 @@ def ends(stream):
 
 
 def memory(pid):
-    """Bytes that a process has asked for, and those it uses."""
+    """Returns the bytes that a process has allocated, and the bytes that it uses."""
     status = Path(f"/proc/{pid}/status").read_text()
     return [int(re.search(rf"{name}:\s+(\d+)", status)[1]) << 10 for name in ("VmSize", "VmRSS")]

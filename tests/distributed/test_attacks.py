@@ -1,4 +1,4 @@
-"""Everything an attacker is known to have tried, against a real run, through whatever listens.
+"""Every known attack, on a real run, through every socket that listens.
 
 Each attack ends in a refusal while training continues in the same processes, and at the end the trace replays to the
 same bits. The last assertion of every test is `check_finished`.
@@ -32,7 +32,7 @@ from tests.distributed.processes import LONG, QUICK, Run, alive, check_finished,
 
 @contextmanager
 def attacked(directory, *overrides, prefix=(), tracebacks=False):
-    """A run under attack, and afterwards: the same processes are there, it continues, and it replays."""
+    """Yields a run to attack. Afterwards the same processes must be there, and the run must continue and replay."""
     with Run(directory / "run", *LONG, *overrides, prefix=prefix) as run:
         until(lambda: run.version() > 5, "the run is on")
         run.address = (directory / "run/address").read_text()
@@ -57,8 +57,8 @@ def public(run):
     return host, int(port)
 
 
-def test_what_listens(tmp_path):
-    """One socket that answers; those of the agents are there and cannot be connected to."""
+def test_one_socket_answers_and_the_agents_accept_no_connection(tmp_path):
+    """One socket answers. The sockets of the agents exist and accept no connection."""
     with attacked(tmp_path) as run:
         found = attacker.listening(run.children())
         assert public(run) in found
@@ -86,8 +86,8 @@ GARBAGE = {
 }
 
 
-def test_strangers_say_what_nobody_expects(tmp_path):
-    """A hundred of each: any one of them used to stop a TensorPipe agent for good."""
+def test_garbage_of_strangers_stops_nothing(tmp_path):
+    """Sends a hundred of each. Any one of them would stop a TensorPipe agent for good."""
     with attacked(tmp_path) as run:
         listening = attacker.listening(run.children())
         for address in sorted(listening - {public(run)}):
@@ -106,7 +106,7 @@ def test_strangers_say_what_nobody_expects(tmp_path):
 
 
 def contexts():
-    """Those who speak TLS, and have no token or another one."""
+    """Returns TLS contexts without a token or with another token."""
     nobody = identity.stranger_context()
     other = identity.worker_context("another token, 32 letters long..")
     other.verify_mode = ssl.CERT_NONE  # it would refuse this server, too
@@ -123,8 +123,8 @@ def test_without_the_token_tls_ends_in_an_alert(tmp_path):
         until(lambda: "refused a peer" in run.errors(), "the server says so")
 
 
-def test_the_server_proves_the_token_too(tmp_path):
-    """A server with another token is not one: the worker ends with one line, and says nothing to it."""
+def test_a_worker_refuses_a_server_with_another_token(tmp_path):
+    """A worker that meets a server with another token sends nothing and ends with one line."""
     with attacked(tmp_path) as run:
         command = [sys.executable, "-m", "ringmaster_dist.worker", f"server={run.address}"]
         environment = {**os.environ, "RINGMASTER_TOKEN": "the token of another run"}
@@ -183,7 +183,7 @@ for name, numbers in {
     MESSAGES[f"a tensor with {name}"] = (message(tensors=[8 * DIM], pickle=TENSOR % numbers), "tensor")
 
 
-def test_a_holder_of_the_token_can_call_and_do_nothing_else(tmp_path):
+def test_messages_that_are_not_calls_end_the_connection_of_a_token_holder(tmp_path):
     with attacked(tmp_path) as run:
         for index, (name, (data, words)) in enumerate(MESSAGES.items()):
             pipe = Pipe(run.address, run.token, name=f"mallory-{index}")
@@ -199,8 +199,8 @@ def _line(run, words):
     return next((line for line in run.errors().splitlines() if words in line), "")
 
 
-def test_channels_carry_what_was_announced(tmp_path):
-    """A tensor's bytes are written where the agent has made room for them: not one more may come."""
+def test_tensor_bytes_that_were_not_announced_are_refused(tmp_path):
+    """The agent has allocated memory for the announced bytes of a tensor. Not one more byte may arrive."""
     good = message(b"\x00\x80\x04N.", tensors=[400], pickle=TENSOR % (b"K\x32", b"K\x00", b"K\x32", b"K\x01"))
     with attacked(tmp_path) as run:
         longer = Pipe(run.address, run.token, name="longer").further_all()
@@ -213,7 +213,7 @@ def test_channels_carry_what_was_announced(tmp_path):
         assert talks.is_cut(talks.reply)
         until(lambda: "a connection that torch does not use" in _line(run, "talks"), "told")
         stray = Pipe(run.address, run.token, name="stray")
-        for number in (10**6, 0):  # one that nobody has, one that was taken long ago
+        for number in (10**6, 0):  # a number that does not exist, and one that is used already
             assert stray.is_cut(stray.further(number)), "a connection that nobody expects was accepted"
         again = Pipe(run.address, run.token, name="again").further_all()
         assert again.is_cut(again.further(again.answer.reply)), "a registration was used twice"
@@ -240,8 +240,8 @@ OPENINGS = {
 }
 
 
-def test_openings_on_which_torch_would_end_its_process(tmp_path):
-    """TensorPipe throws where it finds no way to talk, or an encoding it does not expect; nobody catches that."""
+def test_pipe_openings_that_would_abort_torch_are_refused(tmp_path):
+    """TensorPipe throws if it finds no common transport, or an unexpected encoding. Nothing catches that exception."""
     with attacked(tmp_path) as run:
         for name, (greeting, offered) in OPENINGS.items():
             stream = tunnel.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
@@ -253,7 +253,7 @@ def test_openings_on_which_torch_would_end_its_process(tmp_path):
 
 
 def test_pipes_that_are_never_finished_leave_nothing_behind(tmp_path):
-    """Whoever has the token opens three hundred and leaves each before its further connections were made."""
+    """A holder of the token opens three hundred pipes, and leaves each before its further connections are made."""
     with attacked(tmp_path) as run:
         count = lambda: len(list(Path(f"/proc/{run.server()}/fd").iterdir()))  # noqa: E731
         before = count()
@@ -262,7 +262,7 @@ def test_pipes_that_are_never_finished_leave_nothing_behind(tmp_path):
         until(lambda: count() < before + 40, "the agent has closed them", 30)
 
 
-def test_bytes_after_the_end_of_a_stream(tmp_path):
+def test_bytes_after_the_end_of_a_tls_stream_cost_nothing(tmp_path):
     """TLS has a closing message. A peer that continues to send after it costs neither memory nor time."""
     with attacked(tmp_path) as run:
         (gate,) = run.children("gate")
@@ -282,8 +282,9 @@ def test_bytes_after_the_end_of_a_stream(tmp_path):
         assert cpu_seconds(gate) - used < 0.6, "a thread of the gate runs without end"
 
 
-def test_crowds_of_strangers_keep_nobody_out(tmp_path):
-    """More than are heard at once, some half-way through their handshake, from one address and from many."""
+def test_crowds_of_strangers_keep_no_worker_out(tmp_path):
+    """There are more strangers than the gate serves at once, some in the middle of a handshake, from one address and
+    from many."""
     torn = b"\x16\x03\x01\x3f\xff"
     with attacked(tmp_path) as run:
         (gate,) = run.children("gate")
@@ -311,7 +312,7 @@ def _stranger(run, source, data):
     return stream
 
 
-def test_a_greeting_in_two_records(tmp_path):
+def test_a_greeting_in_two_tls_records_is_accepted(tmp_path):
     with attacked(tmp_path) as run:
         stream = tunnel.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
         opening = tensorpipe.opening("halves")
@@ -321,8 +322,8 @@ def test_a_greeting_in_two_records(tmp_path):
         assert tensorpipe.read_answer(attacker.read_frame(stream)).channels == {"basic": [mock.ANY]}
 
 
-def test_what_lies_in_the_current_folder_is_not_run(tmp_path, monkeypatch):
-    """Somebody else may have put it there, where a run is started in a folder that others can write to."""
+def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+    """Another user may have put it there, if a run is started in a folder that others can write to."""
     (tmp_path / "shared").mkdir()
     for name in ("resource", "selectors", "ipaddress", "cryptography"):
         (tmp_path / "shared" / f"{name}.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'a').write('{name} ')\n")
@@ -334,7 +335,8 @@ def test_what_lies_in_the_current_folder_is_not_run(tmp_path, monkeypatch):
 
 
 def test_memory_of_other_processes_is_not_read(tmp_path):
-    """With cma a worker names its own process; one that names another's would have the server read from it."""
+    """With cma a worker names its own process. If it named another process, the server would read that process's
+    memory."""
     with attacked(tmp_path) as run:
         brochure = _brochure_with_cma()
         pipe = Pipe.__new__(Pipe)
@@ -370,7 +372,7 @@ os._exit(0)
 
 
 def _brochure_with_cma():
-    """As torch would write it here: the domain is that of this machine and user."""
+    """Returns a brochure as torch writes it here, with the domain of this machine and user."""
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     done = subprocess.run([sys.executable, "-c", BROCHURE], capture_output=True, text=True, timeout=60, env=environment)
     return bytes.fromhex(done.stdout.strip())
@@ -429,8 +431,8 @@ os._exit(0)
 """
 
 
-def test_torch_itself_as_the_attacker(tmp_path):
-    """With the right token, and everything that torch RPC offers."""
+def test_torch_rpc_with_the_token_can_do_nothing_else(tmp_path):
+    """The attacker has the right token, and uses everything that torch RPC offers."""
     marker = tmp_path / "owned"
     with attacked(tmp_path, tracebacks=True) as run:  # torch prints one for a call it could not unpickle
         command = [sys.executable, "-c", TORCH, run.address, run.token, str(marker)]
@@ -445,8 +447,8 @@ def test_torch_itself_as_the_attacker(tmp_path):
         assert not marker.exists()
 
 
-def test_pickles_that_cost_memory_or_time(tmp_path):
-    """A call of the right type whose pickle is a bomb: refused by the unpickler, answered with an error."""
+def test_pickles_that_cost_memory_or_time_are_refused(tmp_path):
+    """The pickle of a valid call is a bomb. The unpickler refuses it, and the answer is an error."""
     bombs = {
         "an entry of the memo": b"\x80\x04N" + b"r" + struct.pack("<I", 1 << 25) + b".",
         "many small words": b"\x80\x04" + b"N0" * 7000 + b"N.",
@@ -466,8 +468,9 @@ def test_pickles_that_cost_memory_or_time(tmp_path):
         assert time.monotonic() - before < 30
 
 
-def test_idle_connections_do_not_keep_anybody_out(tmp_path):
-    """1,100 of them, and the server may open 256 files: checkpoints are written, workers join."""
+def test_idle_connections_keep_no_worker_out(tmp_path):
+    """There are 1,100 idle connections, and the server may open 256 files. It still writes checkpoints, and workers
+    join."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     limited = ["prlimit", "--nofile=256:256"]
@@ -502,7 +505,7 @@ def _all_hung_up(streams):
 
 
 def test_a_killed_gate_is_replaced_and_nothing_is_counted_twice(tmp_path):
-    """Three times, in the middle of pushes: these workers do hardly anything else."""
+    """The gate is killed three times during pushes, because these workers do almost nothing but push."""
     big = ["problem.dim=100000", "cluster.profile=none"]
     with Run(tmp_path / "run", *LONG, *big) as run:
         server, workers = run.server(), until(lambda: len(run.workers()) == 3 and run.workers(), "three workers")

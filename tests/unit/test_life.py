@@ -27,7 +27,7 @@ def test_the_phases_in_order_and_the_seconds_in_each():
     assert [seconds for _, seconds in seen] == [0.0, 1.0, 3.0, 4.0, 4.0]  # the clock stands again after stop_clock
 
 
-def test_a_phase_never_returns():
+def test_the_phase_never_moves_back():
     life = Life(Clock())
     life.end()
     life.begin()
@@ -50,7 +50,7 @@ def test_a_later_term_continues_the_clock_unless_the_run_had_ended(ended):
     assert life.has_begun is not ended
 
 
-def test_nobody_is_told_before_the_end():
+def test_a_run_cannot_be_over_before_it_is_ending():
     life = Life(Clock())
     life.begin()
     with pytest.raises(AssertionError):

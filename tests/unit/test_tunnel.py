@@ -1,4 +1,4 @@
-"""The parts of the tunnel by themselves: certificates, streams, TensorPipe's frames, the sieve."""
+"""The parts of the tunnel alone: certificates, streams, TensorPipe's frames and the sieve."""
 
 import os
 import socket
@@ -28,7 +28,7 @@ BROCHURE = b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbb\x01
 
 
 def pair_of_streams(server, worker):
-    """Two ends of a connection after, or in the middle of, a handshake in two threads."""
+    """Returns the two ends of a connection after a handshake, or during one, in two threads."""
     one, other = socket.socketpair()
     one.settimeout(5)
     other.settimeout(5)
@@ -76,7 +76,7 @@ def test_both_ends_prove_the_token():
 @pytest.mark.parametrize(
     "who", ["worker with another token", "server with another token", "stranger", "worker as server"]
 )
-def test_whoever_does_not_is_refused(who):
+def test_a_peer_that_cannot_prove_the_token_is_refused(who):
     server, worker = identity.server_context(TOKEN), identity.worker_context(TOKEN)
     if who == "another worker":
         worker = identity.worker_context("another")
@@ -91,8 +91,8 @@ def test_whoever_does_not_is_refused(who):
     assert errors
 
 
-def test_a_process_in_a_wide_number_is_refused():
-    """TensorPipe ends its process at one: a process id has 32 bits there."""
+def test_a_process_id_of_more_than_32_bits_is_refused():
+    """TensorPipe aborts at such a number, because its process ids have 32 bits."""
     address = number(4096)
     assert tensorpipe.read_memory_address(b"\xb9\x02" + number(1000) + address) == 1000
     for process in (b"\x83" + struct.pack("<Q", 1000), number(1 << 31)):
@@ -100,7 +100,7 @@ def test_a_process_in_a_wide_number_is_refused():
             tensorpipe.read_memory_address(b"\xb9\x02" + process + address)
 
 
-def test_a_missing_library_is_told(monkeypatch):
+def test_a_missing_library_is_reported(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(identity.Mistrusted, match="pip install cryptography"):
         identity.require_library()
@@ -115,7 +115,7 @@ def test_the_answer_is_rewritten_and_nothing_else():
 
 @given(st.integers(0, len(ANSWER) - 1), st.integers(0, 255))
 def test_an_altered_answer_is_refused_or_still_names_one_address(position, value):
-    """Fail closed: whatever is changed in it, it is not understood, or its parts are what they were."""
+    """For any change the answer is refused, or its parts are unchanged."""
     altered = ANSWER[:position] + bytes([value]) + ANSWER[position + 1 :]
     try:
         answer = tensorpipe.read_answer(altered)
@@ -137,7 +137,7 @@ def test_cma_is_taken_out_of_a_brochure():
 
 
 @given(st.binary(max_size=200))
-def test_noise_is_unexpected_and_nothing_worse(noise):
+def test_random_bytes_raise_only_the_expected_error(noise):
     for read in (tensorpipe.read_greeting, tensorpipe.read_brochure, tensorpipe.read_answer, tensorpipe.read_descriptor,
                  tensorpipe.read_memory_address):  # fmt: skip
         for data in (noise, BROCHURE[:9] + noise, descriptor([4, 8, 5, 47])[:5] + noise):
@@ -185,7 +185,7 @@ def test_a_tensor_passes_in_pieces_once_it_was_announced():
 
 
 @pytest.mark.parametrize("kernel", ["with filters", "without filters"])
-def test_a_listener_is_closed_to_everybody_but_one(kernel, monkeypatch):
+def test_a_listener_accepts_only_one_peer(kernel, monkeypatch):
     if kernel == "without filters":
         monkeypatch.setattr(sockets, "_only_from", _not_permitted)
     with socket.create_server(("127.0.0.1", 0)) as listener:
