@@ -106,7 +106,7 @@ def test_garbage_of_strangers_stops_nothing(tmp_path):
 
 
 def contexts():
-    """Returns TLS contexts without a token or with another token."""
+    """Those who speak TLS, and have no token or another one."""
     nobody = identity.stranger_context()
     other = identity.worker_context("another token, 32 letters long..")
     other.verify_mode = ssl.CERT_NONE  # it would refuse this server, too

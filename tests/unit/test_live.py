@@ -1,4 +1,4 @@
-"""The view of a run in progress, from files that grow, are truncated, and grow again."""
+"""The view of a run that goes on, from files that grow, are cut, and grow again."""
 
 import io
 import json
@@ -15,23 +15,23 @@ def line(version, worker=0, verdict="accepted", loss=1.0):
     return json.dumps(record) + "\n"
 
 
-def test_the_view_follows_a_growing_file_and_a_truncated_one(tmp_path):
+def test_it_follows_a_growing_file_and_one_that_was_cut(tmp_path):
     trace, terms = tmp_path / "trace.jsonl", tmp_path / "terms.jsonl"
     terms.write_text('{"term": 0}\n')
     trace.write_text("".join(line(v) for v in range(10)) + '{"time": 10.0, "wor')
     state = State(tmp_path)
     state.look()
     assert (state.version, state.workers[0]["accepted"]) == (9, 10)
-    # The server resumed at version 4 and has continued beyond the point that was read.
+    # The server came back at version 4 and has gone on beyond where we had read.
     trace.write_text("".join(line(v) for v in range(5)) + "".join(line(v, worker=1, loss=22.25) for v in range(5, 30)))
-    state.look()  # reads from the middle of a line, and ignores it
+    state.look()  # in the middle of a line: nothing to see, nothing to fall over
     terms.write_text('{"term": 0}\n{"term": 1}\n')
     state.look()
     assert (state.workers[0]["accepted"], state.workers[1]["accepted"]) == (5, 25)
     assert state.version == 29
 
 
-def test_an_unexpected_trace_line_is_reported_once(tmp_path, caplog):
+def test_what_cannot_be_shown_does_not_stop_anything(tmp_path, caplog):
     (tmp_path / "trace.jsonl").write_text('{"surprise": true}\n')
     view = View(tmp_path, Console(file=io.StringIO()), 100.0, 100.0)
     view._next = 0.0

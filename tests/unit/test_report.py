@@ -96,7 +96,7 @@ def test_runs_are_named_by_what_differs(tmp_path):
     assert [text.partition(":")[0] for text in labels([Recording(a), Recording(c)])] == ["a", "c"]
 
 
-def test_a_growing_trace_is_read_on_and_a_truncated_one_from_the_start(tmp_path, monkeypatch):
+def test_a_trace_is_read_on_and_read_anew_when_it_was_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(traces, "_BLOCK_BYTES", 300)  # lines lie across blocks
     directory = make(tmp_path / "run")
     path = directory / "trace.jsonl"

@@ -1,4 +1,4 @@
-"""The parts of the tunnel alone: certificates, streams, TensorPipe's frames and the sieve."""
+"""The parts of the tunnel by themselves: certificates, streams, TensorPipe's frames, the sieve."""
 
 import os
 import socket
@@ -137,7 +137,7 @@ def test_cma_is_taken_out_of_a_brochure():
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_raise_only_the_expected_error(noise):
+def test_noise_is_unexpected_and_nothing_worse(noise):
     for read in (tensorpipe.read_greeting, tensorpipe.read_brochure, tensorpipe.read_answer, tensorpipe.read_descriptor,
                  tensorpipe.read_memory_address):  # fmt: skip
         for data in (noise, BROCHURE[:9] + noise, descriptor([4, 8, 5, 47])[:5] + noise):
