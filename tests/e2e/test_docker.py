@@ -65,7 +65,7 @@ class Cluster:
         return rows[-1]["workers"] if rows else 0
 
     def joined(self):
-        """Returns the number of workers so far. A worker that was evicted and taken back keeps its id."""
+        """Returns the number of workers so far. A worker that lost its lease and was taken back keeps its id."""
         return len({record["worker"] for record in self.records("members.jsonl") if record["event"] == "join"})
 
     def goes_on(self, what, updates=10):
