@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Runs the tests of the compose cluster: with the engine that is running, or with one of its own, made as root from
-# Debian's packages and gone afterwards. Its base image comes from debootstrap, the wheels from pip on this machine.
-# Where no engine can be had it says so loudly and ends with 0; with REQUIRE_DOCKER=1 with 1.
-#   docker/ci.sh prepare    only installs the packages and makes the base image's archive and the wheels, and says nothing: for
-#                           while other tests run, since these wait for the network most of the time
+# Runs the tests of the compose cluster, with the Docker engine that is running. Without one, it installs an engine from Debian's
+# packages (as root), uses it, and stops it afterwards. The base image comes from debootstrap, and the wheels from pip on this machine.
+# If no engine is possible, it prints a loud message and exits with 0, or with 1 if REQUIRE_DOCKER=1.
+#   docker/ci.sh prepare    only installs the packages, makes the archive of the base image and the wheels, and prints nothing. Run it
+#                           during other tests, because it waits for the network most of the time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${RINGMASTER_PYTHON:-$PWD/.venv/bin/python}
-place=${RINGMASTER_ENGINE:-/tmp/ringmaster-docker}   # the engine's files; images in it are used again
+place=${RINGMASTER_ENGINE:-/tmp/ringmaster-docker}   # the files of the engine; its images are reused
 suite=bookworm                                       # its Python is 3.11
 engine=""
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
 leave_out() {
-    printf '\n\033[1;31m%s\n  THE DOCKER TESTS WERE LEFT OUT: %s\n%s\033[0m\n\n' "$(printf '=%.0s' {1..100})" "$*" \
+    printf '\n\033[1;31m%s\n  THE DOCKER TESTS DID NOT RUN: %s\n%s\033[0m\n\n' "$(printf '=%.0s' {1..100})" "$*" \
         "$(printf '=%.0s' {1..100})" >&2
     [ "${REQUIRE_DOCKER:-0}" != 1 ] || exit 1
     exit 0
@@ -42,7 +42,7 @@ start_engine() {
             --storage-driver "$driver" >"$place/dockerd.log" 2>&1 &
         engine=$!
         for _ in $(seq 60); do
-            docker info >/dev/null 2>&1 && { say "engine with $driver in $place"; return; }
+            docker info >/dev/null 2>&1 && { say "started an engine with $driver in $place"; return; }
             kill -0 "$engine" 2>/dev/null || break
             sleep 0.5
         done
@@ -68,14 +68,14 @@ make_base_archive() {
 make_base_image() {
     export BASE_IMAGE=ringmaster-base:$suite
     docker image inspect "$BASE_IMAGE" >/dev/null 2>&1 && return
-    say "base image from debootstrap"
+    say "making the base image with debootstrap"
     [ -s "$place/base.tar" ] || make_base_archive || return 1
     docker import "$place/base.tar" "$BASE_IMAGE" >/dev/null && rm -f "$place/base.tar"
 }
 
 fill_wheelhouse() {
     ls docker/wheelhouse/torch-*.whl >/dev/null 2>&1 && return
-    say "wheels"
+    say "making the wheels"
     "$python" -m pip wheel --quiet --wheel-dir docker/wheelhouse "$(grep '^torch' launch/constraints.txt)" hatchling . \
         2>"$place/wheels.log" || { tail -5 "$place/wheels.log" >&2; rm -f docker/wheelhouse/*.whl; return 1; }
     rm -f docker/wheelhouse/ringmaster_dist-*.whl
@@ -84,7 +84,7 @@ fill_wheelhouse() {
 if [ "${1:-}" = prepare ]; then
     mkdir -p "$place" && install_engine >/dev/null 2>&1 || exit 0
     [ -s "$place/base.tar" ] || [ -d "$place/data/image" ] || make_base_archive >/dev/null 2>&1 || true
-    for _ in $(seq 300); do    # the environment is being made by launch/test.sh
+    for _ in $(seq 300); do    # launch/test.sh is making the environment
         [ ! -e .venv/installed-test-fast ] || break
         sleep 2
     done
@@ -94,10 +94,10 @@ fi
 if docker info >/dev/null 2>&1; then
     say "using the engine that is running"
 else
-    mkdir -p "$place" || leave_out "$place cannot be made"
-    install_engine || leave_out "no engine is running, and none can be installed (root and apt-get are needed)"
+    mkdir -p "$place" || leave_out "the folder $place cannot be created"
+    install_engine || leave_out "no engine is running, and none can be installed (this needs root and apt-get)"
     start_engine || leave_out "dockerd does not start, see above"
-    fill_wheelhouse &   # beside the base image, which waits for the network too
+    fill_wheelhouse &   # at the same time as the base image, because both wait for the network
     wheels=$!
     make_base_image || leave_out "there is no base image, see above"
     wait "$wheels" || leave_out "pip cannot make the wheels, see above"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# pip of the image's environment; from /wheelhouse alone where wheels were handed in.
+# Runs pip of the image's environment. If /wheelhouse has wheels, pip uses only those.
 if ls /wheelhouse/*.whl >/dev/null 2>&1; then
     export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheelhouse
 fi

@@ -3,27 +3,32 @@ usage() {
     cat <<'TEXT'
 docker/up.sh [arguments of docker compose up]
 
-Builds the image and starts a server, a fast worker and a slow one (docker/compose.yaml). Scale while it runs:
+Builds the image and starts a server, a fast worker and a slow one (docker/compose.yaml). You can scale during the run:
 
   docker/up.sh --no-recreate --scale worker-fast=3 --scale worker-slow=1
 
-  TRAIN        overrides for ringmaster train      (experiment=nanochat_local budget.seconds=null)
-  SERVER_PORT  where the server's port is published on this machine   (29400)
-  RUN          the run's folder in the volume      (current); a run that was begun goes on
-  WORKERS      the start waits for this many       (2; with GPU=1 the same as GPU_WORKERS)
-  PROFILE      whose pace the workers keep         (linear; none: as fast as they can); SLOT_FAST, SLOT_SLOW  (0, 3)
-  BASE_IMAGE, TORCH, PIP_ARGS    what the image is made from, see docker/Dockerfile; RINGMASTER_IMAGE  its name
-  GPU=1        lays docker/compose.gpu.yaml over it;  GPU_WORKERS  how many (1)
-  DOCKER_COMPOSE   the command to use              (docker compose, or docker-compose); COMPOSE_PROJECT_NAME  (ringmaster)
+  variable        meaning                                                        default
+  TRAIN           overrides for ringmaster train                                 experiment=nanochat_local budget.seconds=null
+  SERVER_PORT     the port of this machine where the server's port is published  29400
+  RUN             the folder of the run in the volume; an existing run resumes   current
+  WORKERS         the start waits for this many workers                          2; with GPU=1 set it to GPU_WORKERS
+  PROFILE         the delay profile of the workers; none is full speed           linear; with GPU=1 none
+  SLOT_FAST, SLOT_SLOW    the places of the two kinds of workers in the profile  0 and 3
+  BASE_IMAGE, TORCH, PIP_ARGS    build arguments, see docker/Dockerfile
+  RINGMASTER_IMAGE        the name of the image                                  ringmaster-dist
+  GPU=1           adds docker/compose.gpu.yaml
+  GPU_WORKERS     the number of GPU workers                                      1
+  DOCKER_COMPOSE  the compose command                                            docker compose, or docker-compose
+  COMPOSE_PROJECT_NAME    the name of the compose project                        ringmaster
 TEXT
 }
 case "${1:-}" in -h | --help) usage; exit 0 ;; esac
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 if [ ! -s secrets/token ]; then
-    (umask 077 && mkdir -p secrets)           # nobody else gets into the folder;
+    (umask 077 && mkdir -p secrets)           # only this user can enter the folder
     head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n' >secrets/token
-    chmod 444 secrets/token                   # the containers' user has to read the file
+    chmod 444 secrets/token                   # the user in the containers has to read the file
 fi
 export COMPOSE_PROJECT_NAME=${COMPOSE_PROJECT_NAME:-ringmaster}
 compose=${DOCKER_COMPOSE:-$(docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)}

@@ -1,5 +1,5 @@
-# Sourced by the other scripts: makes .venv in the checkout and installs the project into it, once.
-# PYTHON chooses the interpreter, TORCH another torch requirement (TORCH='torch==2.9.1').
+# The other scripts source this file. It makes .venv in the checkout and installs the project into it, once.
+# PYTHON sets the interpreter. TORCH sets another torch requirement, such as TORCH='torch==2.9.1'.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,14 +19,14 @@ setup() {
     fi
     grep -v '^#' launch/constraints.txt >"$constraints"
     [ -z "${TORCH:-}" ] || { grep -v '^torch' launch/constraints.txt | grep -v '^#' || true; echo "$TORCH"; } >"$constraints"
-    say "installing the project and what it needs (a few minutes the first time)"
-    # torch first and by itself: its exact version decides which build of it is taken.
+    say "installing the project and its dependencies (a few minutes the first time)"
+    # torch is installed first and alone, because its exact version decides which build pip takes.
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch' "$constraints")" 2> >(quiet >&2)
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -c "$constraints" -e ".[$extras]" 2> >(quiet >&2)
     printf '%s' "$want" >"$stamp"
 }
 
-# The interpreter that has the package: RINGMASTER_PYTHON as it is, or that of .venv, which is made if need be.
+# Sets RINGMASTER_PYTHON to an interpreter that has the package. If it is not set, makes .venv and uses its interpreter.
 python_with_package() {
     if [ -z "${RINGMASTER_PYTHON:-}" ]; then
         setup test,fast >&2
@@ -34,5 +34,5 @@ python_with_package() {
     fi
 }
 
-# Leaves out what pip says of places to look that are not there.
+# Removes pip's warnings about search paths that do not exist.
 quiet() { grep -v 'is ignored: it is neither a file nor a directory' || true; }

@@ -3,16 +3,20 @@ usage() {
     cat <<'TEXT'
 launch/worker.sh HOST:PORT [key=value ...]
 
-Adds this machine's workers to the run served at HOST:PORT: one for each GPU, or one. Each is a process of its own, and
-one that dies is started again alone. They wait for a server that is not there (yet), and end with the run. A mistake, such
-as a wrong token, ends them with code 2. Arguments are those of ringmaster worker, such as slot=3; see its --help.
+Adds workers on this machine to the run whose server is at HOST:PORT: one worker for each GPU, or one without a GPU. Each
+worker is a separate process, and a worker that dies is restarted alone. Workers wait for a server that is not running yet,
+and end with the run. A mistake, such as a wrong token, ends them with code 2. Arguments are those of ringmaster worker,
+such as slot=3. ringmaster worker --help lists them.
 
-  WORKERS           how many                                                    (the number of GPUs, or 1)
-  MAX_RESTARTS      how often each of them is started again                     (10)
-  PATIENCE_SECONDS  how long they look for a server that is away                (600)
-  RINGMASTER_TOKEN or RINGMASTER_TOKEN_FILE   the run's secret (RUN_DIR/token of the server)
-  RINGMASTER_PYTHON   an interpreter that has the package                       (.venv's, made if need be)
-  LAUNCHER          torchrun: under torchrun instead, which opens ports of its own; see docs/cluster.md   (ringmaster)
+  variable            meaning                                                     default
+  WORKERS             the number of workers                                       the number of GPUs, or 1
+  MAX_RESTARTS        how often each worker is restarted                          10
+  PATIENCE_SECONDS    how long workers wait for a missing server                  600
+  RINGMASTER_TOKEN    the secret of the run (RUN_DIR/token of the server)
+  RINGMASTER_TOKEN_FILE   a file that contains this secret
+  RINGMASTER_PYTHON   an interpreter that has the package                         .venv's, which is made if needed
+  LAUNCHER            ringmaster, or torchrun, which opens its own ports          ringmaster
+                      (see docs/cluster.md)
 TEXT
 }
 case "${1:-}" in
@@ -25,16 +29,16 @@ python_with_package
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || true
 workers=${WORKERS:-$((gpus > 0 ? gpus : 1))}
 arguments=(server="$server" patience_seconds="${PATIENCE_SECONDS:-600}" "$@")
-say "$workers worker(s) for the server at $server"
+say "starting $workers worker(s) for the server at $server"
 case "${LAUNCHER:-ringmaster}" in
     ringmaster) exec "$RINGMASTER_PYTHON" -m ringmaster_dist worker workers="$workers" \
         restarts="${MAX_RESTARTS:-10}" "${arguments[@]}" ;;
     torchrun) ;;
-    *) echo "launch/worker.sh: LAUNCHER=$LAUNCHER: must be ringmaster or torchrun" >&2; exit 2 ;;
+    *) echo "launch/worker.sh: LAUNCHER=$LAUNCHER is not allowed; use ringmaster or torchrun" >&2; exit 2 ;;
 esac
 pids=()
 trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
-for ((index = 0; index < workers; index++)); do   # a torchrun for each: it starts all its processes again when one dies
+for ((index = 0; index < workers; index++)); do   # one torchrun per worker, because a torchrun restarts all its processes when one dies
     [ "$gpus" -eq 0 ] || export CUDA_VISIBLE_DEVICES=$((index % gpus))
     "$RINGMASTER_PYTHON" -m torch.distributed.run --standalone --nproc-per-node=1 \
         --max-restarts="${MAX_RESTARTS:-10}" -m ringmaster_dist.worker "${arguments[@]}" &

@@ -1,5 +1,5 @@
-"""Shared by all tests: no time limits per example (the machine is shared), one thread for repeatable bits, and a cache
-of prepared text that is theirs alone."""
+"""Settings of all tests: no time limit per Hypothesis example (the machine is shared), one thread for repeatable
+bits, and a separate cache of prepared text."""
 
 import os
 

@@ -1,11 +1,11 @@
-"""Python source as a tree."""
+"""Parses Python source."""
 
 import ast
 
 
 def parsed(text: str) -> ast.Module:
-    """CPython 3.11 counts the depth of a tree per interpreter, not per thread: another thread that shows a traceback at
-    the same time makes this one fail. Then it is done again."""
+    """Parses source, and retries a SystemError. CPython 3.11 counts the depth of a tree per interpreter, not per
+    thread, so another thread that prints a traceback at the same time makes the parser fail."""
     for _ in range(5):
         try:
             return ast.parse(text)

@@ -1,6 +1,6 @@
-"""The specification written down directly: dense matrices, lists and a plain loop, sharing no code with the package.
+"""The specification as direct code: dense matrices, lists and a plain loop. It shares no code with the package.
 
-One function plays a noiseless quadratic for any method and returns what arrived and where it ended. Tests compare
+`play` simulates a noiseless quadratic with any method, and returns the arrivals and the final iterate. Tests compare
 the simulator with it event by event.
 """
 

@@ -127,7 +127,7 @@ class Pipe:
 
 
 def ends(stream):
-    """Whether the other side ends the connection, rather than answers."""
+    """Returns whether the other side ends the connection instead of answering."""
     stream.socket.settimeout(SECONDS)
     try:
         return stream.receive_into(memoryview(bytearray(1 << 16))) == 0

@@ -1,4 +1,4 @@
-"""Real runs for tests: started, watched, disturbed and looked after."""
+"""Starts, watches, disturbs and cleans up real runs for tests."""
 
 import json
 import os
@@ -18,7 +18,7 @@ LONG = ["budget.updates=null", "budget.seconds=600", "run.samples=6000"]  # ends
 
 
 class Run:
-    """A ``ringmaster train`` in the background; leaves nothing behind when the block ends."""
+    """A ``ringmaster train`` in the background. It leaves no process behind when the block ends."""
 
     def __init__(self, directory: Path, *overrides: str, prefix: Sequence[str] = ()) -> None:
         self.directory = directory
@@ -44,7 +44,7 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
 
     def children(self, kind: str = "") -> list[int]:
-        """The run's live processes (below the supervisor) whose name begins with ``kind``."""
+        """Returns the run's live processes (below the supervisor) whose name begins with ``kind``."""
         below = descendants(self.process.pid)
         self.started |= below.keys()
         return sorted(pid for pid, name in below.items() if name.startswith(kind))
@@ -56,11 +56,11 @@ class Run:
         return until(lambda: self.children("server"), "the server is there")[0]
 
     def errors(self) -> str:
-        """What was said on stderr so far."""
+        """Returns the text on stderr so far."""
         return self._errors.read_text()
 
     def _records(self, name: str) -> list[dict]:
-        """The whole lines of a file that may be growing."""
+        """Returns the complete lines of a file that may still grow."""
         path = self.directory / name
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -81,7 +81,7 @@ class Run:
         return {m["worker"] for m in self.members() if m["event"] == "join"}
 
     def version(self) -> int:
-        """As of the newest row of metrics.jsonl."""
+        """Returns the version in the newest row of metrics.jsonl."""
         rows = self._records("metrics.jsonl")
         return rows[-1]["version"] if rows else 0
 
@@ -94,7 +94,7 @@ class Run:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """The live processes that a process has started, and those that they have; with their names."""
+    """Returns the live child processes of a process, with their own children and all names."""
     parents, names = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -119,7 +119,7 @@ def alive(pid: int) -> bool:
 
 
 def until(condition, what: str, seconds: float = 60.0):
-    """Waits for something to become true, and returns it."""
+    """Waits until something is true, and returns it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -135,7 +135,8 @@ def replay(directory: Path) -> subprocess.CompletedProcess:
 
 
 def check_finished(run: Run, *, attacked: bool = False) -> dict:
-    """After the end: exit 0, no process left, counters add up, every arrival once, the replay gives the same bits."""
+    """Checks a finished run: exit code 0, no process left, counters add up, every arrival occurs once, the replay
+    gives the same bits."""
     code, _, errors = run.wait()
     assert code == 0, errors
     assert attacked or "Traceback" not in errors  # torch prints one for a call it could not unpickle
@@ -150,7 +151,7 @@ def check_finished(run: Run, *, attacked: bool = False) -> dict:
 
 
 def processes_with(*words: str) -> list[int]:
-    """Whose command line has all these words, each as a word."""
+    """Returns the processes whose command line contains all these words."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -163,7 +164,7 @@ def processes_with(*words: str) -> list[int]:
 
 
 def hang_up(listener: socket.socket) -> None:
-    """Closes every connection at once, until the listener is closed."""
+    """Closes every connection immediately, until the listener is closed."""
     while True:
         try:
             listener.accept()[0].close()

@@ -183,7 +183,7 @@ for name, numbers in {
     MESSAGES[f"a tensor with {name}"] = (message(tensors=[8 * DIM], pickle=TENSOR % numbers), "tensor")
 
 
-def test_a_holder_of_the_token_can_call_and_do_nothing_else(tmp_path):
+def test_messages_that_are_not_calls_end_the_connection_of_a_token_holder(tmp_path):
     with attacked(tmp_path) as run:
         for index, (name, (data, words)) in enumerate(MESSAGES.items()):
             pipe = Pipe(run.address, run.token, name=f"mallory-{index}")
@@ -199,8 +199,8 @@ def _line(run, words):
     return next((line for line in run.errors().splitlines() if words in line), "")
 
 
-def test_channels_carry_what_was_announced(tmp_path):
-    """A tensor's bytes are written where the agent has made room for them: not one more may come."""
+def test_tensor_bytes_that_were_not_announced_are_refused(tmp_path):
+    """The agent has allocated memory for the announced bytes of a tensor. Not one more byte may arrive."""
     good = message(b"\x00\x80\x04N.", tensors=[400], pickle=TENSOR % (b"K\x32", b"K\x00", b"K\x32", b"K\x01"))
     with attacked(tmp_path) as run:
         longer = Pipe(run.address, run.token, name="longer").further_all()
@@ -216,7 +216,7 @@ def test_channels_carry_what_was_announced(tmp_path):
         assert talks.is_cut(talks.reply)
         until(lambda: "a connection that torch does not use" in _line(run, "talks"), "it is logged")
         stray = Pipe(run.address, run.token, name="stray")
-        for number in (10**6, 0):  # one that nobody has, one that was taken long ago
+        for number in (10**6, 0):  # a number that does not exist, and one that is used already
             assert stray.is_cut(stray.further(number)), "a connection that nobody expects was accepted"
         again = Pipe(run.address, run.token, name="again").further_all()
         assert again.is_cut(again.further(again.answer.reply)), "a registration was used twice"
@@ -243,8 +243,8 @@ OPENINGS = {
 }
 
 
-def test_openings_on_which_torch_would_end_its_process(tmp_path):
-    """TensorPipe throws where it finds no way to talk, or an encoding it does not expect; nobody catches that."""
+def test_pipe_openings_that_would_abort_torch_are_refused(tmp_path):
+    """TensorPipe throws if it finds no common transport, or an unexpected encoding. Nothing catches that exception."""
     with attacked(tmp_path) as run:
         for name, (greeting, offered) in OPENINGS.items():
             stream = client.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
@@ -265,7 +265,7 @@ def test_pipes_that_are_never_finished_leave_nothing_behind(tmp_path):
         until(lambda: count() < before + 40, "the agent has closed them", 30)
 
 
-def test_bytes_after_the_end_of_a_stream(tmp_path):
+def test_bytes_after_the_end_of_a_tls_stream_cost_nothing(tmp_path):
     """TLS has a closing message. A peer that continues to send after it costs neither memory nor time."""
     with attacked(tmp_path) as run:
         (gate,) = run.children("gate")
@@ -314,7 +314,7 @@ def _unproven(run, source, data):
     return stream
 
 
-def test_a_greeting_in_two_records(tmp_path):
+def test_a_greeting_in_two_tls_records_is_accepted(tmp_path):
     with attacked(tmp_path) as run:
         stream = client.dial(run.address, identity.worker_context(run.token), attacker.SECONDS)
         opening = tensorpipe.opening("halves")
@@ -324,8 +324,8 @@ def test_a_greeting_in_two_records(tmp_path):
         assert tensorpipe.read_answer(attacker.read_frame(stream)).channels == {"basic": [mock.ANY]}
 
 
-def test_what_lies_in_the_current_folder_is_not_run(tmp_path, monkeypatch):
-    """Somebody else may have put it there, where a run is started in a folder that others can write to."""
+def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+    """Another user may have put it there, if a run is started in a folder that others can write to."""
     (tmp_path / "shared").mkdir()
     for name in ("resource", "selectors", "ipaddress", "cryptography"):
         (tmp_path / "shared" / f"{name}.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'a').write('{name} ')\n")
@@ -337,7 +337,8 @@ def test_what_lies_in_the_current_folder_is_not_run(tmp_path, monkeypatch):
 
 
 def test_memory_of_other_processes_is_not_read(tmp_path):
-    """With cma a worker names its own process; one that names another's would have the server read from it."""
+    """With cma a worker names its own process. If it named another process, the server would read that process's
+    memory."""
     with attacked(tmp_path) as run:
         brochure = _brochure_with_cma()
         pipe = Pipe.__new__(Pipe)
@@ -373,7 +374,7 @@ os._exit(0)
 
 
 def _brochure_with_cma():
-    """As torch would write it here: the domain is that of this machine and user."""
+    """Returns a brochure as torch writes it here, with the domain of this machine and user."""
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     done = subprocess.run([sys.executable, "-c", BROCHURE], capture_output=True, text=True, timeout=60, env=environment)
     return bytes.fromhex(done.stdout.strip())
@@ -435,8 +436,8 @@ os._exit(0)
 """
 
 
-def test_torch_itself_as_the_attacker(tmp_path):
-    """With the right token, and everything that torch RPC offers."""
+def test_torch_rpc_with_the_token_can_do_nothing_else(tmp_path):
+    """The attacker has the right token, and uses everything that torch RPC offers."""
     marker = tmp_path / "owned"
     with attacked(tmp_path, tracebacks=True) as run:  # torch prints one for a call it could not unpickle
         command = [sys.executable, "-c", TORCH, run.address, run.token, str(marker)]
@@ -453,8 +454,8 @@ def test_torch_itself_as_the_attacker(tmp_path):
         assert len(cut) == 6, "the attacker's own side has refused, and not the server"
 
 
-def test_pickles_that_cost_memory_or_time(tmp_path):
-    """A call of the right type whose pickle is a bomb: refused by the unpickler, answered with an error."""
+def test_pickles_that_cost_memory_or_time_are_refused(tmp_path):
+    """The pickle of a valid call is a bomb. The unpickler refuses it, and the answer is an error."""
     bombs = {
         "an entry of the memo": b"\x80\x04N" + b"r" + struct.pack("<I", 1 << 25) + b".",
         "many small words": b"\x80\x04" + b"N0" * 7000 + b"N.",
@@ -474,8 +475,9 @@ def test_pickles_that_cost_memory_or_time(tmp_path):
         assert time.monotonic() - before < 30
 
 
-def test_idle_connections_do_not_keep_anybody_out(tmp_path):
-    """1,100 of them, and the server may open 256 files: checkpoints are written, workers join."""
+def test_idle_connections_keep_no_worker_out(tmp_path):
+    """There are 1,100 idle connections, and the server may open 256 files. It still writes checkpoints, and workers
+    join."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     limited = ["prlimit", "--nofile=256:256"]
@@ -510,7 +512,7 @@ def _all_hung_up(streams):
 
 
 def test_a_killed_gate_is_replaced_and_nothing_is_counted_twice(tmp_path):
-    """Three times, in the middle of pushes: these workers do hardly anything else."""
+    """The gate is killed three times during pushes, because these workers do almost nothing but push."""
     big = ["problem.dim=100000", "cluster.profile=none"]
     with Run(tmp_path / "run", *LONG, *big) as run:
         server, workers = run.server(), until(lambda: len(run.workers()) == 3 and run.workers(), "three workers")

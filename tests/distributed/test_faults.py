@@ -1,4 +1,4 @@
-"""Faults, each seen to happen: killed and stopped workers, and an attacker on the wire."""
+"""Faults that each test sees happen: killed and stopped workers, a killed server, a full disk, bad gradients."""
 
 import itertools
 import os
@@ -12,7 +12,8 @@ from tests.distributed.processes import LONG, Run, alive, check_finished, until
 
 
 def test_killed_workers_come_back_alone(tmp_path):
-    """Ten kills at random moments, most in the middle of an exchange: these workers do hardly anything else."""
+    """There are ten kills at random moments. Most are in the middle of an exchange, because these workers do almost
+    nothing else."""
     dice = random.Random(3)
     big = ["problem.dim=100000", "cluster.profile=none", "cluster.workers=5"]
     with Run(tmp_path / "run", *LONG, "server.lease_seconds=1", *big) as run:
@@ -55,8 +56,8 @@ def test_a_synchronous_round_does_not_wait_for_the_dead(tmp_path):
         check_finished(run)
 
 
-def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path):
-    """Its workers come back by themselves with the gradients they had, and nothing is applied twice."""
+def test_a_killed_server_resumes_from_its_checkpoint(tmp_path):
+    """Its workers reconnect with the gradients that they had, and nothing is applied twice."""
     with Run(tmp_path / "run", *LONG, "checkpoint.every=10", "cluster.unit_seconds=0.05") as run:
         workers = until(lambda: len(run.workers()) == 3 and run.workers(), "three workers")
         for term in (1, 2):
@@ -79,7 +80,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path):
 
 
 def test_a_full_disk_costs_checkpoints_and_nothing_else(tmp_path):
-    """No file of the server may grow any more, for a while."""
+    """For a while no file of the server may grow."""
     with Run(tmp_path / "run", *LONG, "checkpoint.every=10", "checkpoint.keep=100") as run:
         until(lambda: run.checkpoints(0), "a first checkpoint")
         server = run.server()
@@ -129,7 +130,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_what_a_bad_worker_sends_is_its_own_fault(tmp_path):
+def test_bad_pushes_harm_only_the_worker_that_sends_them(tmp_path):
     with Run(tmp_path / "run", *LONG, "method=asynchronous", "server.lease_seconds=2") as run:
         until(lambda: run.version() > 5, "the run goes on")
         address, token = (tmp_path / "run/address").read_text(), tmp_path / "run/token"
@@ -170,7 +171,7 @@ os._exit(code)
 
 
 def test_a_worker_that_cannot_compute_leaves(tmp_path):
-    """One whose gradient raises says so and goes at once; one that sends only NaN is evicted."""
+    """A worker whose gradient raises reports it and leaves. A worker that sends only NaN is evicted."""
     with Run(tmp_path / "run", *LONG, "server.max_invalid=4") as run:
         until(lambda: run.version() > 5, "the run goes on")
         address, token = (tmp_path / "run/address").read_text(), tmp_path / "run/token"
@@ -187,7 +188,7 @@ def test_a_worker_that_cannot_compute_leaves(tmp_path):
     assert summary["per_worker"]["4"]["invalid"] == 4 == summary["invalid"]
 
 
-def test_a_worker_that_comes_when_the_run_is_over_is_told(tmp_path):
+def test_a_worker_that_joins_after_the_end_exits_with_a_message(tmp_path):
     with Run(tmp_path / "run", "budget.updates=20", "server.farewell_seconds=40") as run:
         until(lambda: len(run.members()) == 3, "all are there")
         sleeper = run.workers()[0]

@@ -17,7 +17,7 @@ TOKEN = "0123456789abcdef"
 
 
 def start(code_or_module, *arguments, cwd=None, **environment):
-    """A Python program in the background, its stderr piped."""
+    """Starts a Python program in the background, with stderr piped."""
     program = ["-c", code_or_module] if " " in code_or_module else ["-m", code_or_module]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, **environment}
@@ -52,7 +52,7 @@ def ended(process, code, *words):
         (["resume=auto"], {}, ["resume=auto needs run.dir"]),
     ],
 )
-def test_a_server_nobody_could_reach_is_not_started(overrides, environment, words, tmp_path):
+def test_a_server_that_no_worker_could_reach_is_not_started(overrides, environment, words, tmp_path):
     where = [] if "resume=auto" in overrides else [f"run.dir={tmp_path}/run"]
     given = ["cluster.local_workers=0", *overrides] if "cluster.local_workers=5" not in overrides else overrides
     errors = ended(start("ringmaster_dist", "train", *where, *given, **environment), 2, *words)
@@ -80,8 +80,8 @@ def test_a_worker_waits_for_a_server_that_is_not_there_yet(tmp_path, monkeypatch
     ended(early, 0)
 
 
-def test_a_server_that_is_named_by_a_file(tmp_path):
-    """Read at every attempt: first there is none, then a wrong one, then the server's own."""
+def test_a_worker_reads_the_server_address_from_a_file(tmp_path):
+    """The file is read at every attempt. First it does not exist, then it is wrong, then it is the server's own."""
     named = tmp_path / "address"
     early = start("ringmaster_dist.worker", f"server=@{named}", RINGMASTER_TOKEN=TOKEN)
     assert f"no server has written {named}" in early.stderr.readline()
@@ -97,7 +97,7 @@ def test_a_server_that_is_named_by_a_file(tmp_path):
     assert '"worker": 1' in (tmp_path / "run/members.jsonl").read_text()
 
 
-def test_a_port_where_something_else_listens_is_told():
+def test_a_worker_reports_another_program_at_the_port():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         quick = ["connect_seconds=1", "call_seconds=1", "patience_seconds=1"]
@@ -165,8 +165,8 @@ def factory(seed, device):
 """
 
 
-def test_what_a_careless_problem_returns_is_put_right(tmp_path, monkeypatch):
-    """A gradient with its graph, a number of numpy's: neither ends a server or leaves a worker asking for ever."""
+def test_gradients_with_a_graph_and_numpy_losses_are_converted(tmp_path, monkeypatch):
+    """A gradient with its graph and a numpy loss do not stop a server, and do not make a worker retry for ever."""
     (tmp_path / "careless.py").write_text(CARELESS_PROBLEM)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
@@ -175,8 +175,8 @@ def test_what_a_careless_problem_returns_is_put_right(tmp_path, monkeypatch):
         assert check_finished(run)["updates"] == 20
 
 
-def test_the_same_line_begins_goes_on_and_leaves_alone(tmp_path):
-    """resume=auto, for whatever starts a server again and again."""
+def test_resume_auto_begins_resumes_and_leaves_a_finished_run_alone(tmp_path):
+    """``resume=auto`` is for a restart policy, which repeats one command line."""
     line = [f"run.dir={tmp_path}/run", *QUICK, "resume=auto", "watch=true"]
     again = [sys.executable, "-m", "ringmaster_dist", "train", *line]
     with Run(tmp_path / "run", *line, "budget.updates=10000") as run:

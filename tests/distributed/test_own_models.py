@@ -1,4 +1,4 @@
-"""Models of the user's own over real processes: trained, replayed, exported, loaded, evaluated, fine-tuned."""
+"""The user's own models in real processes: trained, replayed, exported, loaded, evaluated and fine-tuned."""
 
 import importlib
 import json
@@ -87,7 +87,7 @@ QUICK = ["problem=python", "cluster.workers=3", "cluster.unit_seconds=0.01", "bu
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Writes a module that the run's processes and this one can import; gives it."""
+    """Writes a module that this process and the run's processes can import, and returns it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -208,7 +208,7 @@ def loss(model, x):
          "the factory own_forgetful:factory gives other weights each time"),
     ],
 )  # fmt: skip
-def test_a_replay_says_what_does_not_repeat(name, changes, warned, words, own, tmp_path):
+def test_a_replay_names_the_cause_when_a_gradient_does_not_repeat(name, changes, warned, words, own, tmp_path):
     own(name, UNSTEADY.format(**changes))
     target = f"problem.target={name}:factory"
     with Run(tmp_path / "run", *QUICK, target, f"run.dir={tmp_path}/run", "budget.updates=5") as run:

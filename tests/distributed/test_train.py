@@ -1,4 +1,4 @@
-"""Real runs: server and workers as processes, over torch RPC on loopback."""
+"""Real runs: a server and workers as processes, over torch RPC on loopback."""
 
 import json
 import os
@@ -53,8 +53,8 @@ def test_a_real_run_replays_to_the_same_bits(method, tmp_path):
         assert summary["accepted"] == 180
 
 
-def test_a_threshold_chosen_on_the_way_replays(tmp_path):
-    """Also across a restart of the server, which goes on choosing where the checkpoint was."""
+def test_an_automatic_threshold_replays(tmp_path):
+    """It also replays across a restart of the server, which resumes its choices from the checkpoint."""
     with Run(tmp_path / "run", *LONG, "method.threshold=auto", "checkpoint.every=10") as run:
         until(lambda: run.version() > 60 and run.checkpoints(0), "the run goes on")
         os.kill(run.server(), signal.SIGKILL)
@@ -69,7 +69,7 @@ def test_a_threshold_chosen_on_the_way_replays(tmp_path):
 
 
 def test_a_round_may_take_longer_than_a_call(tmp_path):
-    """The quick worker waits for the slow one beyond both its call's timeout and its patience, and is not lost."""
+    """The fast worker waits for the slow one longer than its call timeout and its patience, and is not lost."""
     paces = ["cluster.workers=2", "cluster.profile=file", "cluster.times=[0.05,7]", "cluster.jitter=0"]
     short = ["server.call_seconds=2", "server.start_seconds=1.5", "server.patience_seconds=4"]
     with Run(tmp_path / "run", "method=synchronous", *paces, *short, "budget.updates=1") as run:
@@ -79,7 +79,7 @@ def test_a_round_may_take_longer_than_a_call(tmp_path):
 
 
 def test_a_damaged_trace_does_not_replay(tmp_path):
-    """The replay can fail: another loss, another order, a missing line, a bit of the result."""
+    """The replay finds a changed loss, a changed order, a missing line, and a changed bit of the result."""
     with Run(tmp_path / "run", "budget.updates=30") as run:
         check_finished(run)
     trace = tmp_path / "run" / "trace.jsonl"
@@ -119,7 +119,8 @@ def test_a_damaged_trace_does_not_replay(tmp_path):
 
 @pytest.mark.alone
 def test_interruption_saves_compute(tmp_path):
-    """A worker fifty times too slow is stopped early with interruption, and delivers in vain without."""
+    """A worker that is fifty times too slow is stopped early with interruption. Without interruption its gradients
+    are wasted."""
     outcomes = {}
     for interrupt in ("true", "false"):
         overrides = [
@@ -136,8 +137,8 @@ def test_interruption_saves_compute(tmp_path):
 
 
 @pytest.mark.alone
-def test_a_forecast_comes_true(tmp_path):
-    """What virtual time says of a paced cluster, beside what that cluster then does."""
+def test_a_forecast_agrees_with_the_real_run(tmp_path):
+    """Compares the forecast in virtual time with what the paced cluster then does."""
     threshold, seconds = 2, 8.0
     overrides = ["cluster.workers=4", "cluster.unit_seconds=0.08", "budget.updates=null", f"budget.seconds={seconds}"]
     with Run(tmp_path / "run", "method=ringmaster", f"method.threshold={threshold}", *overrides) as run:
@@ -151,7 +152,7 @@ def test_a_forecast_comes_true(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_by_hand(number, tmp_path):
+def test_sigint_and_sigterm_end_a_run_cleanly(number, tmp_path):
     with Run(tmp_path / "run", *LONG) as run:
         until(lambda: run.version() > 20, "twenty updates")
         run.children()
@@ -162,7 +163,7 @@ def test_stopped_by_hand(number, tmp_path):
 
 
 @pytest.mark.alone
-def test_ends_by_its_seconds(tmp_path):
+def test_a_run_ends_after_budget_seconds(tmp_path):
     with Run(tmp_path / "run", "budget.updates=null", "budget.seconds=2") as run:
         summary = check_finished(run)
     assert summary["ended"] == "budget"
@@ -208,7 +209,7 @@ def test_workers_join_a_run_with_nothing_but_address_and_token(tmp_path):
         (["server=127.0.0.1:1", "token_file=/nonexistent"], "No such file"),
     ],
 )
-def test_a_worker_told_nonsense_says_so(arguments, message):
+def test_wrong_arguments_of_a_worker_are_refused(arguments, message):
     process = worker(*arguments)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
@@ -223,7 +224,7 @@ def test_a_worker_without_a_server_gives_up_with_one_line():
     assert errors.strip() == "ringmaster worker: no server at 127.0.0.1:1 (Connection refused), for 1 s"
 
 
-def test_a_taken_port_is_told(tmp_path):
+def test_a_port_in_use_is_reported(tmp_path):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -236,7 +237,7 @@ def test_a_taken_port_is_told(tmp_path):
 
 
 def test_a_stopped_run_is_resumed(tmp_path):
-    """By hand, with a larger budget; what was learnt is kept, and the whole replays as one run."""
+    """It is resumed with a larger budget. Its weights are kept, and the whole replays as one run."""
     directory = tmp_path / "run"
     with Run(directory, "method=rennala", "method.batch=3", "budget.updates=40") as run:
         first = check_finished(run)
@@ -257,9 +258,9 @@ def test_a_stopped_run_is_resumed(tmp_path):
 
 
 @pytest.mark.alone
-def test_the_server_s_memory_stays_as_it_is(tmp_path):
-    """Over ten thousand updates, after the first thousand; and with big iterates it is what they need and no more, as
-    is a worker's."""
+def test_the_memory_of_the_server_does_not_grow(tmp_path):
+    """It does not grow over ten thousand updates after the first thousand. With large iterates the server and a worker
+    hold only what they need."""
     with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=2000", "budget.updates=11000") as run:
         until(lambda: run.version() > 1000, "the first thousand")
         early, server = resident_bytes(run.server()), run.server()
@@ -309,7 +310,7 @@ def test_a_narrow_wire_replays_to_the_same_bits(method, tmp_path):
         (["resume={run}"], "has used up its budget"),
     ],
 )
-def test_resume_told_nonsense_says_so(overrides, message, tmp_path_factory):
+def test_wrong_arguments_of_resume_are_refused(overrides, message, tmp_path_factory):
     base = tmp_path_factory.getbasetemp() / "finished"
     if not (base / "summary.json").exists():
         with Run(base, "budget.updates=5", "cluster.workers=1") as run:
@@ -323,8 +324,8 @@ def test_resume_told_nonsense_says_so(overrides, message, tmp_path_factory):
     assert sorted((path.name, path.stat().st_size) for path in base.iterdir()) == before
 
 
-def test_torchrun(tmp_path):
-    """Rank 0 serves, the others work."""
+def test_a_run_under_torchrun(tmp_path):
+    """Rank 0 is the server, and the other ranks are workers."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m",
         "ringmaster_dist.train", f"run.dir={tmp_path}/run", *QUICK, "method=rennala", "method.batch=2",
@@ -338,8 +339,8 @@ def test_torchrun(tmp_path):
     assert replay(tmp_path / "run").returncode == 0
 
 
-def test_torchrun_goes_on_when_it_has_started_all_ranks_again(tmp_path):
-    """``--max-restarts``: when a rank dies torchrun ends the others and starts all of them anew."""
+def test_torchrun_resumes_its_run_after_it_restarted_all_ranks(tmp_path):
+    """With ``--max-restarts`` torchrun ends and restarts all ranks when one of them dies."""
     run = tmp_path / "run"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2", "-m",

@@ -40,7 +40,7 @@ def check_line(done, code, *words):
 
 @pytest.fixture
 def web():
-    """Some web server."""
+    """Runs a web server."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -48,12 +48,12 @@ def web():
     server.server_close()
 
 
-def test_a_program_without_tls(web):
+def test_a_program_without_tls_is_not_trusted(web):
     address = f"127.0.0.1:{web.server_address[1]}"
     check_line(work(f"server={address}", *QUICK_WORKER), 2, f"what listens at {address} does not speak TLS")
 
 
-def test_a_program_with_another_certificate(web, tmp_path):
+def test_a_program_with_another_certificate_is_not_trusted(web, tmp_path):
     certificate, key = identity._pair("somebody else", bytes(32))
     (tmp_path / "both.pem").write_bytes(certificate + key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -62,14 +62,15 @@ def test_a_program_with_another_certificate(web, tmp_path):
     check_line(work(f"server=127.0.0.1:{web.server_address[1]}", *QUICK_WORKER), 2, "is not a ringmaster server")
 
 
-def test_an_older_version_without_tls():
-    """It had a store of torch at its port."""
+def test_an_older_server_without_tls_is_not_trusted():
+    """An older version has a torch store at its port."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     check_line(work(f"server=127.0.0.1:{store.port}", *QUICK_WORKER), 2, "store of torch without TLS", "ringmaster 0.1")
 
 
-def test_somebody_who_hangs_up_may_be_a_server_that_starts():
-    """Such as a published port whose container is not there yet: the worker tries again, for as long as it may."""
+def test_a_worker_retries_a_peer_that_hangs_up():
+    """An example is a published port whose container has not started. The worker retries for as long as its patience
+    lasts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=hang_up, args=(listener,), daemon=True).start()
         done = work(f"server=127.0.0.1:{listener.getsockname()[1]}", *QUICK_WORKER)
@@ -85,12 +86,12 @@ def test_somebody_who_hangs_up_may_be_a_server_that_starts():
         (["server=127.0.0.1:1", "token_file=/nowhere"], "/nowhere cannot be read"),
     ],
 )
-def test_mistakes_of_a_worker(arguments, words):
+def test_mistakes_of_a_worker_are_reported(arguments, words):
     for module in ("ringmaster_dist.worker", "ringmaster_dist worker"):
         check_line(work(*arguments, module=module), 2, words)
 
 
-def test_without_the_certificate_library(tmp_path):
+def test_a_missing_certificate_library_is_reported(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as u\nf = u.find_spec\n"
         "u.find_spec = lambda name, *more: None if name == 'cryptography' else f(name, *more)\n"
@@ -101,8 +102,8 @@ def test_without_the_certificate_library(tmp_path):
     check_line(train, 2, "pip install cryptography")
 
 
-def test_plain_text_on_loopback_works_on_purpose(tmp_path):
-    """And the two ends notice when only one of them means it."""
+def test_plain_text_on_loopback_works_if_both_ends_use_it(tmp_path):
+    """If only one end uses plain text, the worker does not join."""
     with Run(tmp_path / "run", *LONG, "server.tls=false") as run:
         until(lambda: run.version() > 5, "the run is on")
         address = (tmp_path / "run/address").read_text()
@@ -114,8 +115,8 @@ def test_plain_text_on_loopback_works_on_purpose(tmp_path):
         check_finished(run)
 
 
-def test_ipv6_and_what_is_on_the_disk(tmp_path):
-    """A run over ::1; afterwards nothing in its directory is readable by others, or useful to somebody who reads it."""
+def test_ipv6_works_and_the_run_directory_is_private(tmp_path):
+    """After a run over ::1, others can read nothing in its directory, and no checkpoint has a usable session."""
     os.umask(0o022)
     with Run(tmp_path / "run", *LONG, "server.host=::1", "checkpoint.every=10") as run:
         until(lambda: run.checkpoints(0), "a checkpoint")
@@ -136,8 +137,8 @@ def test_ipv6_and_what_is_on_the_disk(tmp_path):
         assert mode == (0o700 if path.is_dir() else 0o600), f"{path} has mode {mode:o}"
 
 
-def test_supervised_workers(tmp_path):
-    """``ringmaster worker workers=2``: one that is killed is started again alone, and a mistake is not retried."""
+def test_a_killed_supervised_worker_is_restarted_alone(tmp_path):
+    """``ringmaster worker workers=2`` restarts a killed worker alone."""
     with Run(tmp_path / "run", *LONG, "cluster.workers=1") as run:
         until(lambda: run.version() > 5, "the run is on")
         given = [f"server={(tmp_path / 'run/address').read_text()}", "workers=2"]

@@ -1,4 +1,4 @@
-"""A real browser without a window, for tests of pages."""
+"""A real headless browser, for tests of pages."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ _FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no
 
 
 def chromium() -> str:
-    """Where it is. On a machine that runs all tests it has to be there."""
+    """Returns its path. With CI=true a missing browser is a failure."""
     found = os.environ.get("RINGMASTER_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     if not found:
         what = "there is no Chromium: apt-get install chromium, or set RINGMASTER_CHROMIUM to one"
@@ -24,7 +24,7 @@ def chromium() -> str:
 
 
 def open_page(url: str, folder: Path, *, size: str = "1240,1600", milliseconds: int = 4000) -> tuple[str, Path, str]:
-    """The document after its scripts have run, a screenshot of it, and what went to the console."""
+    """Returns the document after its scripts have run, a screenshot, and the console output."""
     command = [chromium(), *_FLAGS, f"--window-size={size}", f"--virtual-time-budget={milliseconds}"]
     dom = _run([*command, f"--user-data-dir={folder / 'profile-a'}", "--dump-dom", url])
     picture = folder / "page.png"

@@ -1,6 +1,6 @@
 """``python forward.py LISTEN_PORT TO_HOST TO_PORT``: forwards one port, as a NAT or a published container port does.
 
-Prints the bytes it has carried, from those who connect and to them, each time they have changed; ends with its process.
+Prints the bytes from and to the connecting side each time they change.
 """
 
 import socket

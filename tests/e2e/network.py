@@ -1,10 +1,10 @@
-"""Machines on one table: network namespaces, each with a link of its own to a bridge.
+"""Several machines on one: network namespaces, each with its own link to a bridge.
 
-Needs root, iproute2 and /dev/net/tun.
+It needs root, iproute2 and /dev/net/tun.
 
-Everything lives in namespaces made here, with names of this process; they and what runs in them are gone afterwards.
-A link can be cut, be narrow (tc tbf), or be long and lossy: that last one is a pair of TAP devices with `relay.py`
-between them, since not every kernel has netem.
+Everything is in namespaces that this module makes, with the process id in their names. They and their processes are
+removed afterwards. A link can be cut, be narrow (tc tbf), or be long and lossy. A long and lossy link is a pair of TAP
+devices with `relay.py` between them, because not every kernel has netem.
 """
 
 import os
@@ -20,7 +20,7 @@ RELAY = Path(__file__).with_name("relay.py")
 
 
 def require_namespaces():
-    """Skips where there can be none; in CI they must be there."""
+    """Skips a test on a machine without namespaces. With CI=true it fails instead."""
     missing = ""
     if os.geteuid() != 0:
         missing = "root"
@@ -42,7 +42,7 @@ def sh(line: str) -> None:
 
 
 class Network:
-    """A bridge and the machines on it; a context manager that leaves nothing behind."""
+    """A bridge and the machines on it, as a context manager that removes them."""
 
     def __init__(self) -> None:
         self._tag = f"rm{os.getpid()}"
@@ -64,7 +64,7 @@ class Network:
             sh(f"ip netns del {self._tag}-{name}")
 
     def machine(self, name: str, *, delay_seconds: float = 0.0, loss: float = 0.0) -> str:
-        """Adds one and returns its address."""
+        """Adds a machine and returns its address."""
         space, address = f"{self._tag}-{name}", f"{SUBNET}.{len(self._machines) + 1}"
         sh(f"ip netns add {space}")
         self._machines.append(name)
@@ -83,7 +83,7 @@ class Network:
         return address
 
     def second_network(self, name: str, *, router: str) -> None:
-        """A machine on a network of its own, and a router that is on both and passes nothing on by itself."""
+        """Adds a machine on another network, and a router on both networks that forwards nothing by itself."""
         self.machine(router)
         space = self.space(name)
         sh(f"ip netns add {space}")
@@ -101,8 +101,8 @@ class Network:
         return f"{self._tag}-{name}"
 
     def at(self, name: str) -> list[str]:
-        """What a command has to begin with to run there. Its process ids are its own too: TensorPipe takes two that
-        share them for one machine, and tensors would pass from memory to memory, not by the link."""
+        """Returns the words before a command that run it on this machine. The machine has its own process ids, because
+        TensorPipe takes two processes that share them for one machine. Then tensors would not use the link."""
         own_processes = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         return ["ip", "netns", "exec", f"{self._tag}-{name}", *own_processes]
 
@@ -113,12 +113,12 @@ class Network:
         sh(f"ip -n {self._hub} link set {name} up")
 
     def narrow(self, name: str, rate: str) -> None:
-        """Both ways: what it sends, and what is sent to it."""
+        """Limits the rate in both directions."""
         for space, device in ((f"{self._tag}-{name}", "uplink"), (self._hub, name)):
             sh(f"tc -n {space} qdisc add dev {device} root tbf rate {rate} burst 16kb latency 500ms")
 
     def lost_frames(self) -> int:
-        """By the relays, which end with this."""
+        """Ends the relays and returns the number of frames that they lost."""
         total = 0
         for relay in self._relays:
             relay.terminate()

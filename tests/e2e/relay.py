@@ -1,7 +1,8 @@
 """A long, lossy link: ``python relay.py SPACE DEVICE SPACE DEVICE DELAY_SECONDS LOSS``.
 
-Makes a TAP device in each of two network namespaces and carries frames between them, each after the delay, and a seeded
-share of them never. Says "ready", and on SIGTERM how many frames it has lost. Runs alone, not under pytest.
+Makes a TAP device in each of two network namespaces and carries frames between them. Each frame is delayed, and a
+seeded share of them is lost. Prints "ready", and on SIGTERM the number of lost frames.
+It is a separate program, not a test.
 """
 
 import collections

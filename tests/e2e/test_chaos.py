@@ -1,4 +1,4 @@
-"""``ringmaster chaos`` in short: every kind of fault strikes, nothing is lost, no bit is wrong."""
+"""A short ``ringmaster chaos``: every kind of fault strikes, nothing is lost, no bit is wrong."""
 
 import json
 import subprocess
@@ -15,12 +15,12 @@ def chaos(*arguments):
 
 
 @pytest.mark.alone
-def test_a_short_chaos(tmp_path):
+def test_a_short_chaos_loses_nothing_and_replays(tmp_path):
     done = chaos("seconds=14", "faults=8", "restarts=1", "baseline=5", "cluster.workers=4", f"dir={tmp_path}/chaos")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "chaos/chaos.json").read_text())
     assert report["faults"] == {"kill": 2, "stop": 2, "disconnect": 2, "nan": 2, "restart": 1}
-    assert report["told_by_workers"]["disconnect"] >= 1  # one that is killed at once tells nothing
+    assert report["told_by_workers"]["disconnect"] >= 1  # a worker that is killed immediately reports nothing
     assert report["invalid"] <= 2
     assert report["counters_add_up"]
     assert (report["replay"], report["lost_updates"]) == ("same", 0)
@@ -32,6 +32,6 @@ def test_a_short_chaos(tmp_path):
 
 
 @pytest.mark.parametrize("argument", ["seconds=1", "faults=-1", "faults=1.5", "seed=x", "--fast", "cluster.workerz=3"])
-def test_chaos_told_nonsense_says_so(argument):
+def test_wrong_arguments_of_chaos_are_refused(argument):
     done = chaos(argument)
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done.stderr

@@ -1,4 +1,4 @@
-"""The installed command, as its user calls it."""
+"""The installed command, as a user calls it."""
 
 import json
 import os
@@ -132,7 +132,7 @@ def test_mistakes_exit_with_2_and_one_line(arguments):
     assert len(failed.stderr.strip().splitlines()) == 1
 
 
-def test_places_that_cannot_be_written(tmp_path):
+def test_a_run_directory_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "run", Path("/proc/run")):
         failed = ringmaster("simulate", *SMALL, f"run.dir={place}")
@@ -151,7 +151,7 @@ def test_multirun_writes_one_directory_each(tmp_path):
     assert sum("eta: 0.3" in text for text in configs) == 2
 
 
-def test_stopped_by_hand_it_says_how_far_it_got(tmp_path):
+def test_an_interrupted_simulation_says_how_far_it_got(tmp_path):
     command = [sys.executable, "-m", "ringmaster_dist", "simulate", f"run.dir={tmp_path}/run", "budget.seconds=1e9",
                "simulation.engine=core", "run.samples=1000000"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -188,7 +188,7 @@ def test_a_million_workers_fit_in_four_gigabytes(tmp_path):
 
 
 def test_the_wheel_carries_the_configs(tmp_path):
-    """Built, unpacked elsewhere and used from there, away from the repository."""
+    """The wheel is built, unpacked elsewhere, and used away from the repository."""
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True, timeout=200)
     (wheel,) = tmp_path.glob("ringmaster_dist-*.whl")
@@ -207,7 +207,7 @@ def test_the_wheel_carries_the_configs(tmp_path):
 
 
 def test_your_own_model_as_the_readme_says(tmp_path):
-    """The text of the README, word for word: trained, replayed and simulated."""
+    """The README's example is trained, replayed and simulated exactly as printed."""
     text = (ROOT / "README.md").read_text()
     section = text[text.index("## Your own model") : text.index("## Simulate")]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
@@ -222,7 +222,7 @@ def test_your_own_model_as_the_readme_says(tmp_path):
     summary = json.loads((tmp_path / "runs/mine/summary.json").read_text())
     first = json.loads((tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()[0])
     assert summary["final_loss"] < 0.7 * first["loss"]
-    (tmp_path / "silent.py").write_text(code.replace("evaluate=evaluate, ", ""))  # a problem need not evaluate
+    (tmp_path / "silent.py").write_text(code.replace("evaluate=evaluate, ", ""))  # evaluate is optional
     for command in ("train", "simulate"):
         silent = ringmaster(command, "problem=python", "problem.target=silent:factory", "cluster.workers=2",
                             "budget.updates=20", cwd=tmp_path)  # fmt: skip
@@ -239,7 +239,7 @@ def test_your_own_model_as_the_readme_says(tmp_path):
 
 
 def test_nanochat_from_training_to_text(tmp_path):
-    """The main job, shortened: trained over RPC, replayed to the same bits, evaluated, sampled, exported, loaded."""
+    """A shortened main job: trained over RPC, replayed to the same bits, evaluated, sampled, exported and loaded."""
     run = tmp_path / "run"
     short = ["budget.updates=160", "cluster.unit_seconds=0.05", "method.decay=0", f"run.dir={run}"]
     short.append("cluster.batch=[4,2]")
@@ -271,7 +271,8 @@ def test_nanochat_from_training_to_text(tmp_path):
 
 
 def test_an_experiment_is_reproduced_and_resumed(tmp_path):
-    """In small: every method tuned, tables, figure and words; again from what is there, byte for byte."""
+    """A small experiment tunes every method and writes its tables, figure and summary. A second call gives the same
+    bytes."""
     command = ["experiment", "quadratic", "size=smoke", "seeds=2", "regimes=sublinear,linear"]
     done = ringmaster(*command, f"dir={tmp_path}/a")
     assert done.returncode == 0, done.stderr
@@ -296,7 +297,7 @@ def test_an_experiment_is_reproduced_and_resumed(tmp_path):
         ([f"method.constants.{name}=1" for name in ("smoothness", "noise", "initial_gap")], ["Theorem 1"]),
     ],
 )
-def test_theory_is_told(arguments, words, tmp_path):
+def test_theory_prints_its_figures(arguments, words, tmp_path):
     done = ringmaster("theory", *arguments, f"plot={tmp_path}/plot.png")
     assert done.returncode == 0, done.stderr
     for word in words:
@@ -305,7 +306,7 @@ def test_theory_is_told(arguments, words, tmp_path):
 
 
 def test_advice_is_given():
-    """On a cluster with one hopeless worker: it starves, and a threshold is named."""
+    """On a cluster with one very slow worker, the advice says that it starves and names a threshold."""
     done = ringmaster("advise", "times=1,1,1,500", "thresholds=1,2,4,8")
     assert done.returncode == 0, done.stderr
     assert "1 of 4" in done.stdout
@@ -330,7 +331,7 @@ def test_the_runs_of_the_other_experiments_compose(plan):
 
 
 @pytest.mark.parametrize("command", ["simulate", "train"])
-def test_a_run_that_diverges_is_told_and_fails(command, tmp_path):
+def test_a_run_that_diverges_is_reported_and_fails(command, tmp_path):
     done = ringmaster(command, "method.eta=1e30", "budget.updates=60", f"run.dir={tmp_path}/run", "run.report=false")
     assert done.returncode == 1, done.stderr
     assert "THE RUN DIVERGES" in done.stderr
@@ -376,8 +377,8 @@ def readme_commands():
 
 
 @pytest.mark.parametrize("command", readme_commands())
-def test_the_readme_tells_the_truth(command, tmp_path):
-    """Every simulation the README names runs as it is printed."""
+def test_the_simulations_of_the_readme_run(command, tmp_path):
+    """Every simulation in the README runs as printed."""
     words = shlex.split(command)[1:]
     done = ringmaster(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
-"""The compose cluster on a real engine: ``pytest -m docker`` where one is running. Left out otherwise.
+"""The compose cluster on a real engine. Run it with ``pytest -m docker`` on a machine with a running engine.
 
-One cluster lives through it all: it learns, loses workers, grows, loses its server, is stopped, and replays.
-BASE_IMAGE chooses what the image is built from (docker/ci.sh makes one where no registry can be reached).
+One cluster goes through all steps: it learns, loses workers, grows, loses its server, is stopped, and replays.
+BASE_IMAGE sets the base image (docker/ci.sh makes one if no registry can be reached).
 """
 
 import json
@@ -38,12 +38,12 @@ def compose(*arguments, file="compose.yaml", **environment):
 
 
 def elsewhere(*arguments):
-    """The workers of compose.worker.yaml: another project, on a network that the server is not on."""
+    """Runs compose for the workers of compose.worker.yaml, another project on a network without the server."""
     return compose(*arguments, file="compose.worker.yaml", COMPOSE_PROJECT_NAME=f"{PROJECT}-elsewhere")
 
 
 class Cluster:
-    """The cluster of compose.yaml, by what can be seen of it."""
+    """The cluster of compose.yaml, seen from outside."""
 
     def containers(self, service):
         return compose("ps", "-q", service).split()
@@ -65,7 +65,7 @@ class Cluster:
         return rows[-1]["workers"] if rows else 0
 
     def joined(self):
-        """How many workers there have been; one that was counted out and is taken back keeps its id."""
+        """Returns the number of workers so far. A worker that lost its lease and was taken back keeps its id."""
         return len({record["worker"] for record in self.records("members.jsonl") if record["event"] == "join"})
 
     def goes_on(self, what, updates=10):
@@ -87,7 +87,7 @@ def cluster():
     compose("down", "--volumes", "--timeout", "1")
 
 
-def test_a_cluster_lives_through_it_all(cluster):
+def test_a_cluster_survives_lost_workers_and_a_lost_server_and_replays(cluster):
     until(lambda: cluster.joined() == 2, "the fast and the slow worker have joined", 120)
     cluster.goes_on("at first", 60)
     gaps = [row["gap"] for row in cluster.records("metrics.jsonl")]
@@ -99,7 +99,7 @@ def test_a_cluster_lives_through_it_all(cluster):
     for text in (json.dumps(cluster.inspect(server)), run("docker", "history", "--no-trunc", "ringmaster-test")):
         assert token not in text
 
-    # One crashes: the engine brings it back. One is killed by hand: it stays away until it is asked for.
+    # The engine restarts a container that crashes. One that is killed by hand stays away until up.sh.
     os.kill(cluster.inspect(fast)["State"]["Pid"], signal.SIGKILL)
     until(lambda: cluster.joined() == 3, "the worker that crashed is back", 60)
     run("docker", "kill", slow)
@@ -112,7 +112,7 @@ def test_a_cluster_lives_through_it_all(cluster):
     until(lambda: cluster.live() == 4, "there are four now")
     assert len(cluster.containers("worker-fast")) == 3
 
-    # One on another network comes through the published port.
+    # A worker on another network joins through the published port.
     elsewhere("up", "--detach")
     until(lambda: cluster.joined() == 7, "a worker on another network has joined", 60)
     (other,) = elsewhere("ps", "-q", "worker").split()
@@ -120,7 +120,7 @@ def test_a_cluster_lives_through_it_all(cluster):
     assert not networks[0] & networks[1]
     until(lambda: _delivered(cluster, 6) > 3, "it delivers")
 
-    # The server's container is killed and comes back on the same volume; then it is stopped and started by hand.
+    # The server's container is killed and restarts on the same volume. Then it is stopped and started by hand.
     before = cluster.records("terms.jsonl")
     os.kill(cluster.inspect(server)["State"]["Pid"], signal.SIGKILL)
     until(lambda: len(cluster.records("terms.jsonl")) == len(before) + 1, "the server has begun a new term", 90)

@@ -23,11 +23,11 @@ def doctor(*arguments, **environment):
 
 
 def lines(done):
-    """What was said of each thing."""
+    """Returns the text of each check, by name."""
     return {line[9:22].strip(): line[2:8].strip() + ": " + line[22:].strip() for line in done.stdout.splitlines()[1:]}
 
 
-def test_one_machine_alone():
+def test_the_doctor_checks_one_machine():
     done = doctor()
     assert done.returncode == 0, done.stdout
     said = lines(done)
@@ -37,14 +37,14 @@ def test_one_machine_alone():
     assert done.stderr == ""
 
 
-def test_what_is_wrong_here_is_told(tmp_path, monkeypatch):
+def test_the_doctor_reports_a_fault_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("ringmaster_dist.doctor.machine._DISK_BYTES", 1 << 60)
     found = {finding.what: finding for finding in machine_findings(tmp_path)}
     assert "choose a run.dir elsewhere" in found["disk"].text
     assert not found["disk"].ok
 
 
-def test_towards_a_running_server(tmp_path):
+def test_the_doctor_checks_a_running_server(tmp_path):
     with Run(tmp_path / "run", *LONG) as run:
         until(lambda: run.arrivals(), "the run goes on")
         address = (run.directory / "address").read_text()
@@ -60,10 +60,10 @@ def test_towards_a_running_server(tmp_path):
         wrong = doctor(f"server={address}", RINGMASTER_TOKEN="yesterday's")
         assert wrong.returncode == 1
         assert "copy RUN_DIR/token" in lines(wrong)["token"]
-        assert len(run.joined()) == 3  # nobody was let in
+        assert len(run.joined()) == 3  # no other worker joined
 
 
-def test_towards_nobody_and_towards_strangers():
+def test_the_doctor_reports_a_closed_port_and_another_program():
     nobody = doctor("server=127.0.0.1:9")
     assert (nobody.returncode, "no server at 127.0.0.1:9" in lines(nobody)["port"]) == (1, True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -75,8 +75,8 @@ def test_towards_nobody_and_towards_strangers():
         assert done.stderr == ""
 
 
-def test_towards_somebody_who_says_nothing():
-    """Such as a server whose process was stopped: it accepts connections all the same."""
+def test_the_doctor_reports_a_server_that_does_not_answer():
+    """An example is a server whose process was stopped. Its socket still accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         for token in (None, "0123456789abcdef"):
@@ -85,7 +85,7 @@ def test_towards_somebody_who_says_nothing():
             assert "not" in found["port"].text
 
 
-def test_versions_are_compared():
+def test_the_doctor_compares_versions():
     assert _versions(versions()).ok
     other = _versions({**versions(), "torch": "2.7.1"})
     assert not other.ok
@@ -96,6 +96,6 @@ def test_versions_are_compared():
 @pytest.mark.parametrize(
     "arguments", [["server=here"], ["colour=red"], ["server=a:1", "token_file=/nowhere"], ["runs/a"]]
 )
-def test_mistakes(arguments):
+def test_wrong_arguments_of_the_doctor_are_refused(arguments):
     done = doctor(*arguments)
     assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (2, 1, "")

@@ -1,6 +1,6 @@
-"""Across hosts: server and workers in network namespaces of their own, with links that are cut, long, lossy and narrow.
+"""Several hosts: a server and workers in separate network namespaces, with links that are cut, long, lossy and narrow.
 
-After each: counters add up, the run ends by itself, the trace replays to the same bits (`check_finished`).
+After each test counters add up, the run ends by itself, and the trace replays to the same bits (`check_finished`).
 """
 
 import json
@@ -38,7 +38,7 @@ def network(monkeypatch):
 
 
 class Workers:
-    """Worker processes by name, one on each machine; none is left behind."""
+    """Worker processes by name, one on each machine. All are ended afterwards."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network, self._address = network, address
@@ -66,8 +66,9 @@ def events(run: Run, worker: int) -> list[str]:
     return [m["event"] for m in run.members() if m["worker"] == worker]
 
 
-def test_links_that_are_cut_and_mended(network, tmp_path):
-    """One worker's for 10 s, one's for longer than its lease, then the server's own."""
+def test_links_that_are_cut_and_restored(network, tmp_path):
+    """The link of one worker is cut for 10 s, that of another for longer than its lease, and then that of the
+    server."""
     lease = 18.0
     host = network.machine("server")
     for name in ("steady", "short", "long"):
@@ -115,8 +116,9 @@ def test_links_that_are_cut_and_mended(network, tmp_path):
 
 
 @pytest.mark.alone
-def test_a_worker_on_a_bad_link_is_slow_alone(network, tmp_path):
-    """50 ms and 1 % loss on one, a tenth of a megabyte per second on another; the third one keeps its pace."""
+def test_a_bad_link_slows_only_its_own_worker(network, tmp_path):
+    """One link has 50 ms and 1 % loss, and another has a tenth of a megabyte per second. The third worker keeps its
+    pace."""
     host = network.machine("server")
     network.machine("near")
     network.machine("far", delay_seconds=0.05, loss=0.01)
@@ -140,7 +142,7 @@ def test_a_worker_on_a_bad_link_is_slow_alone(network, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["ringmaster", "torchrun"])
 def test_the_scripts_of_two_machines(network, tmp_path, launcher):
-    """launch/server.sh and launch/worker.sh; the server crashes and is brought back."""
+    """Runs launch/server.sh and launch/worker.sh. The server crashes and is restarted."""
     host = network.machine("server")
     network.machine("worker")
     run = tmp_path / "run"
@@ -179,7 +181,7 @@ def test_the_scripts_of_two_machines(network, tmp_path, launcher):
 
 
 class Forwarder:
-    """One port of the router, forwarded to the server; nothing else passes between the two networks."""
+    """Forwards one port of the router to the server. Nothing else passes between the two networks."""
 
     def __init__(self, network: Network, host: str, log: Path) -> None:
         self._log = log
@@ -197,7 +199,7 @@ class Forwarder:
 
 
 def connections(space: str) -> set[tuple[str, str]]:
-    """The established TCP connections of a namespace that leave it: local and remote address."""
+    """Returns the local and remote addresses of the established TCP connections that leave a namespace."""
     listed = subprocess.run(
         ["ip", "netns", "exec", space, "ss", "-Htn", "state", "established"], capture_output=True, text=True, check=True
     )
@@ -206,7 +208,7 @@ def connections(space: str) -> set[tuple[str, str]]:
 
 
 def test_one_forwarded_port_is_all_that_a_cluster_needs(network, tmp_path):
-    """Two networks without a route between them, and a router that forwards one port, is cut and comes back.
+    """Two networks have no route between them. A router forwards one port, is cut, and comes back.
 
     Every byte between workers and server passes that port, through the tunnel, and no other connection leaves.
     """
@@ -247,7 +249,7 @@ def _last(log: Path) -> list[int]:
 
 
 def test_other_users_of_the_machine_reach_no_agent(tmp_path):
-    """``nobody`` can connect to the one public port and to nothing else, and reads no file of the run."""
+    """The user ``nobody`` can connect only to the public port, and can read no file of the run."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
     with Run(tmp_path / "run", "budget.updates=null", "budget.seconds=600") as run:

@@ -60,7 +60,7 @@ def check(dom, picture, console):
     assert picture.stat().st_size > 20_000
 
 
-def test_one_run_in_the_browser(runs, tmp_path):
+def test_the_page_of_one_run_in_a_browser(runs, tmp_path):
     report = runs / "real/report"  # drawn at the end of the run
     for name in ("loss.png", "delays.png", "workers.png"):
         assert (report / name).read_bytes()[:4] == b"\x89PNG"
@@ -88,7 +88,7 @@ def test_one_run_in_the_browser(runs, tmp_path):
     }
 
 
-def test_several_runs_and_a_crashed_one(runs, tmp_path):
+def test_the_page_of_several_runs_and_a_crashed_one(runs, tmp_path):
     crashed = tmp_path / "crashed"
     shutil.copytree(runs / "real", crashed)
     (crashed / "summary.json").unlink()
@@ -102,7 +102,7 @@ def test_several_runs_and_a_crashed_one(runs, tmp_path):
 
 
 def test_the_live_page_follows_the_run(runs, tmp_path):
-    """What is served at first is half of the run; when the browser asks again, the rest has been written."""
+    """The first page shows half of the run. When the browser asks again, the rest has been written."""
     run = tmp_path / "run"
     shutil.copytree(runs / "real", run, ignore=shutil.ignore_patterns("report", "summary.json"))
     trace = (run / "trace.jsonl").read_text().splitlines(keepends=True)

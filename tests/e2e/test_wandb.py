@@ -1,4 +1,4 @@
-"""wandb, with real runs: what it has written is read back; what it cannot do does not stop anything."""
+"""Real wandb runs: the tests read back what wandb has written. A failure of wandb stops nothing."""
 
 import http.server
 import json
@@ -33,7 +33,7 @@ def written(run):
     return records(path)
 
 
-def test_an_offline_run_is_read_back_and_gone_on_with(tmp_path):
+def test_an_offline_run_is_read_back_and_resumed(tmp_path):
     run = tmp_path / "run"
     first = ringmaster("train", *QUICK, f"run.dir={run}", "budget.updates=80", "logger=wandb_offline",
                        "logger.artifacts=true", "logger.tags=[paced]", "checkpoint.every=40")  # fmt: skip
@@ -76,7 +76,7 @@ def test_an_offline_run_is_read_back_and_gone_on_with(tmp_path):
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):
-    """A wandb that knows nobody."""
+    """A wandb server that refuses every key."""
 
     def do_POST(self):
         self.send_response(401)
@@ -136,7 +136,7 @@ def test_a_wandb_that_hangs_costs_rows_and_nothing_else(tmp_path, monkeypatch, c
 
 
 def test_a_full_disk_or_a_dead_wandb_do_not_stop_the_run(tmp_path):
-    """wandb's own process may write nothing any more, and is then killed."""
+    """wandb's own process cannot write any more, and is then killed."""
     with Run(tmp_path / "run", *LONG, "logger=wandb_offline", "logger.finish_seconds=3") as run:
         (core,) = until(lambda: run.children("wandb-core"), "wandb has started")
         until(lambda: list(run.directory.glob("wandb/offline-run-*/*.wandb")), "wandb writes")
@@ -151,7 +151,7 @@ def test_a_full_disk_or_a_dead_wandb_do_not_stop_the_run(tmp_path):
         check_finished(run)
 
 
-def test_nowhere_to_write(tmp_path, caplog):
+def test_a_logger_that_cannot_write_warns_and_stops_nothing(tmp_path, caplog):
     (tmp_path / "wandb.id").mkdir()
     logger = WandbLogger(tmp_path, LoggerConfig("wandb_offline", finish_seconds=20), {})
     logger.row(MetricsRow(1.0, 1))

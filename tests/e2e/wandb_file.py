@@ -1,4 +1,4 @@
-"""Reads back what wandb has written: its own record types, in its own file of blocks."""
+"""Reads back a .wandb file: wandb's own record types in its own block format."""
 
 import json
 import struct
@@ -10,7 +10,7 @@ _BLOCK = 32768  # a record is cut where a block ends
 
 
 def records(path: Path) -> list[Record]:
-    """Every record of a .wandb file, by wandb's reader where it has one in Python, else by its format."""
+    """Returns every record of a .wandb file. Uses wandb's Python reader if there is one, else parses the format."""
     try:
         from wandb.sdk.internal.datastore import DataStore
     except ImportError:

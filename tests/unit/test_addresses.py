@@ -7,20 +7,20 @@ import pytest
 from ringmaster_dist.transport import addresses
 
 
-def test_this_machine_has_loopback():
+def test_the_addresses_of_this_machine_include_loopback():
     assert addresses.local_addresses()["127.0.0.1"] == "lo"
 
 
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("127.9.9.9", True), ("localhost", True),
                                                ("::1", True), ("10.1.2.3", False), ("fd00::1", False),
                                                ("name.invalid", False)])  # fmt: skip
-def test_what_is_loopback(host, loopback):
+def test_loopback_addresses_are_recognised(host, loopback):
     assert addresses.is_loopback(host) is loopback
 
 
 @pytest.mark.parametrize(("text", "parts"), [("10.0.0.1:29400", ("10.0.0.1", 29400)), ("gpu-7:1", ("gpu-7", 1)),
                                             ("[fd00::1]:29400", ("fd00::1", 29400))])  # fmt: skip
-def test_an_address_in_its_parts(text, parts):
+def test_an_address_is_split_into_host_and_port(text, parts):
     assert addresses.split(text) == parts
     assert addresses.joined(*parts) == text
 
@@ -28,7 +28,7 @@ def test_an_address_in_its_parts(text, parts):
 @pytest.mark.parametrize(
     "text", ["", "host", "host:", ":1", "host:0", "host:65536", "host:x", "fd00::1:29400", "host:²"]
 )
-def test_what_is_no_address(text):
+def test_malformed_addresses_are_refused(text):
     with pytest.raises(ValueError, match="brackets" if text.count(":") > 1 else "is not HOST:PORT"):
         addresses.split(text)
 
@@ -36,7 +36,7 @@ def test_what_is_no_address(text):
 @pytest.mark.parametrize(("host", "peer"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"),
                                            ("0.0.0.0", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1"),
                                            ("::", "::1")])  # fmt: skip
-def test_a_server_listens_where_it_should(host, peer):
+def test_a_server_listens_on_its_configured_address(host, peer):
     with addresses.listen(host, 0) as listener:
         port = listener.getsockname()[1]
         socket.create_connection((peer, port), timeout=5).close()

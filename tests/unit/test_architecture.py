@@ -1,4 +1,4 @@
-"""The arrows between the rooms, and what the pure rooms may know."""
+"""The import contract between the folders of the package."""
 
 import ast
 import importlib.util
@@ -13,17 +13,17 @@ from tests.syntax import parsed
 PACKAGE = Path(ringmaster_dist.__file__).parent
 
 
-def test_the_import_arrows_hold():
-    # In a process of its own: it sets up logging anew, and other tests listen to the log.
+def test_the_import_contract_holds():
+    # This runs in a separate process, because it configures logging and other tests read the log.
     code = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120)
     assert done.returncode == 0, done.stdout
 
 
-def test_only_transport_knows_torch_distributed():
-    """Import Linter does not look inside torch, so this part is looked at here.
+def test_only_transport_imports_torch_distributed():
+    """Import Linter does not look inside torch, so this test does.
 
-    But for the benches of what people would use instead, which is torch.distributed.
+    The benches of alternatives are the exception, because torch.distributed is such an alternative.
     """
     guilty, alternatives = [], {"bench/ddp.py", "bench/exchange.py"}
     for path in PACKAGE.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The threshold that chooses itself: its rule, its pace, what it hears, and that it can be taken up again."""
+"""The automatic threshold: its rule, its pace, changing speeds, and its state."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ TIMES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12)
 
 @given(TIMES, st.floats(1.2, 4.0))
 @settings(max_examples=200, deadline=None)
-def test_the_sufficient_threshold_is_the_smallest_that_is(times, slack):
+def test_the_sufficient_threshold_is_the_smallest_sufficient_one(times, slack):
     chosen = sufficient_threshold(times, slack)
     best = 2 / sum(1 / t for t in times)  # seconds per update that R = infinity guarantees
 
@@ -35,7 +35,7 @@ def test_the_sufficient_threshold_is_the_smallest_that_is(times, slack):
 
 
 def played(times, seconds, *, alpha=0.05, phases=(), interrupt=True, seed=0, jitter=0.05):
-    """A simulated run; the thresholds after each update, and the reasons."""
+    """Simulates a run. Returns the threshold after each update, and the reasons."""
     problem = Quadratic(3)
     layout = Layout(problem.parameters, GEOMETRY_MAPS["euclidean"])
     method = AutoThreshold(Constant(0.1, alpha))
@@ -52,7 +52,7 @@ def played(times, seconds, *, alpha=0.05, phases=(), interrupt=True, seed=0, jit
 
 @given(TIMES, st.sampled_from([0.05, 0.2, 1.0]), st.booleans(), st.integers(0, 5))
 @settings(max_examples=40, deadline=None)
-def test_it_rises_by_one_at_most_and_never_beyond_what_the_momentum_allows(times, alpha, interrupt, seed):
+def test_the_threshold_rises_by_at_most_one_up_to_the_limit_of_the_momentum(times, alpha, interrupt, seed):
     thresholds, _, core = played(times, 30 * min(times), alpha=alpha, interrupt=interrupt, seed=seed)
     assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(thresholds))
     assert all(1 <= threshold <= round(1 / alpha) for threshold in thresholds)
@@ -60,14 +60,14 @@ def test_it_rises_by_one_at_most_and_never_beyond_what_the_momentum_allows(times
 
 
 @pytest.mark.parametrize("times", [[1.0] * 6, [1.0, 2, 3, 4, 5, 6, 7, 8], [1.0, 1, 20, 20, 20]])
-def test_it_settles_where_the_rule_says(times):
+def test_the_threshold_settles_where_the_rule_says(times):
     thresholds, _, _ = played(times, 100.0)
     heard = [t for t in times if t < 20]  # the others never finish within 1/alpha updates of the quick
     assert thresholds[-1] == sufficient_threshold(heard, 2.0)
 
 
-def test_it_follows_speeds_that_change():
-    """Six of eight become twenty times slower, and quick again later."""
+def test_the_threshold_follows_speeds_that_change():
+    """Six of eight workers become twenty times slower, and fast again later."""
     slow = [Phase(100.0, 0.05, [2, 3, 4, 5, 6, 7]), Phase(300.0, 1.0, None)]
     thresholds, changes, _ = played([1.0] * 8, 400.0, phases=slow)
     in_force = {
@@ -78,7 +78,7 @@ def test_it_follows_speeds_that_change():
     assert any("listening for" in change.reason for _, change in changes)
 
 
-def test_it_goes_on_from_its_state_as_if_nothing_had_been():
+def test_the_threshold_continues_exactly_from_its_saved_state():
     one = AutoThreshold(Constant(0.1, 0.1))
     arrivals = [(k % 3, 0.1 + 0.7 * (k % 3) + 0.01 * (k % 7)) for k in range(200)]
     for count, (worker, seconds) in enumerate(arrivals):
@@ -93,7 +93,7 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been():
 
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -1.0, 0.0])
-def test_a_worker_that_says_nonsense_of_its_time_is_not_listened_to(nonsense):
+def test_impossible_times_of_a_worker_are_ignored(nonsense):
     method, sane = AutoThreshold(Constant(0.1, 0.1)), AutoThreshold(Constant(0.1, 0.1))
     for k in range(60):
         for one in (method, sane):

@@ -1,4 +1,4 @@
-"""The optimizers that people use instead, in the place of the update: what the experiment compares with."""
+"""The baseline of the experiment: torch's own optimizers in place of the update."""
 
 import torch
 
@@ -16,7 +16,7 @@ PARAMETERS = [
 RATES = {"matrix": 0.02, "embedding": 0.2, "output": 0.01, "scalar": 0.04}
 
 
-def test_it_is_torch_s_own_optimizers_with_a_rate_for_every_role():
+def test_the_baseline_is_torch_s_own_optimizers_with_a_rate_for_every_role():
     layout = Layout(PARAMETERS, GEOMETRY_MAPS["scion"])
     update = MuonAdamW(layout, RATES)
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +44,7 @@ def test_it_is_torch_s_own_optimizers_with_a_rate_for_every_role():
 
 
 def test_both_sides_are_tuned_alike():
-    """The same number of choices, three of them of the step of matrices; every rate reaches the baseline."""
+    """Both have the same number of choices, three of them for the step of matrices. Every rate reaches the baseline."""
     plan = radii("full", seeds=3)
     jobs = [job for job in plan.tuning() if job.regime == "delayed"]
     count = {name: sum(job.method == name for job in jobs) for name in plan.grids}

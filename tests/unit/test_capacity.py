@@ -1,4 +1,4 @@
-"""What one server carries, on paper."""
+"""The model of how large a cluster one server supports."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_flops_of_a_square_and_a_wide_matrix():
     assert orthogonalization_flops([(10, 40)]) == orthogonalization_flops([(40, 10)]) == 5 * 2 * (2 * 4000 + 1000)
 
 
-def test_the_rates_of_a_machine_are_found_again():
+def test_the_fit_recovers_the_rates_of_a_machine():
     machine = Machine("x", 3e10, 7e9)
     other = Model("n", 5_000_000, 1e8)
     found = fitted("y", [(model, update_seconds(model, machine)) for model in (MODEL, other)])
@@ -28,7 +28,7 @@ def test_the_rates_of_a_machine_are_found_again():
     assert found.memory_bytes_per_second == pytest.approx(7e9)
 
 
-def test_what_each_remedy_buys():
+def test_how_much_each_remedy_helps():
     link = 1e9
     assert transfer_seconds(MODEL, link, 2) == transfer_seconds(MODEL, link, 4) / 2
     assert transfer_seconds(MODEL, link, 4, shards=4) == transfer_seconds(MODEL, link, 4) / 4

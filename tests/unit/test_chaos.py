@@ -1,4 +1,4 @@
-"""The schedule of faults."""
+"""The schedule of faults of ``ringmaster chaos``."""
 
 from collections import Counter
 

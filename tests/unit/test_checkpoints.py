@@ -1,4 +1,5 @@
-"""Checkpoints on a real disk: whole or not at all, the newest good one, only the last few."""
+"""Checkpoints on a real disk: they are written atomically, the newest good one is found, and only the last few are
+kept."""
 
 import dataclasses
 import os
@@ -48,7 +49,7 @@ def test_only_the_last_few_are_kept_and_the_newest_is_found(tmp_path):
     assert store.newest()[1].core.version == 20
 
 
-def test_one_of_the_same_moment_replaces_the_other(tmp_path):
+def test_a_checkpoint_of_the_same_moment_replaces_the_other(tmp_path):
     store = Checkpoints(tmp_path)
     save(store, 5)
     store.save(state(5, ended=True), 0)
@@ -57,7 +58,7 @@ def test_one_of_the_same_moment_replaces_the_other(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["torn", "altered", "empty"])
-def test_a_damaged_one_is_passed_over_with_a_warning(damage, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(damage, tmp_path, caplog):
     store = Checkpoints(tmp_path)
     save(store, 5)
     newest = save(store, 10)
@@ -68,7 +69,7 @@ def test_a_damaged_one_is_passed_over_with_a_warning(damage, tmp_path, caplog):
     assert store.newest()[1].core.version == 5
     assert newest.name in caplog.text
     assert "passed over" in caplog.text
-    assert not newest.exists()  # it must not be found again when versions beyond 5 have been made anew
+    assert not newest.exists()  # it must not be found after versions beyond 5 have been made a second time
     assert newest.with_suffix(".damaged").exists()
 
 
@@ -83,7 +84,7 @@ def test_foreign_files_are_left_alone(tmp_path, caplog):
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "notes.txt"]
 
 
-def test_one_that_does_not_fit_is_passed_over(tmp_path, caplog):
+def test_a_checkpoint_that_does_not_fit_is_skipped(tmp_path, caplog):
     store = Checkpoints(tmp_path)
     for version in (5, 10):
         save(store, version)
@@ -92,8 +93,9 @@ def test_one_that_does_not_fit_is_passed_over(tmp_path, caplog):
     assert "another model" in caplog.text
 
 
-def test_to_begin_anew_is_not_a_way_out(tmp_path, monkeypatch):
-    """Where none is good, or none can be read just now, nothing is touched: a person, or a better moment, may help."""
+def test_a_run_does_not_start_over_if_no_checkpoint_is_usable(tmp_path, monkeypatch):
+    """If no checkpoint is good, or none can be read at the moment, nothing is changed, so that a user can repair it
+    or retry."""
     store = Checkpoints(tmp_path)
     paths = [save(store, version) for version in (5, 10)]
     with pytest.raises(Unusable, match="another model"):

@@ -1,4 +1,4 @@
-"""Configuration: everything composes, everything wrong is told in one line."""
+"""Configuration: every choice composes, and every mistake is reported in one line."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_every_choice_composes_and_builds(choice):
 
 
 def own(seed, device, dim):
-    """A problem of the user's own."""
+    """Returns a problem, as the factory of a user does."""
     return Quadratic(dim)
 
 
@@ -35,7 +35,7 @@ def test_every_model_can_be_made(model):
     assert built.n_layer in (4, 6, 12)
 
 
-def test_the_groups_are_those_promised():
+def test_the_groups_agree_with_the_names_in_the_code():
     known = groups()
     assert set(known["method"]) == set(checks.METHODS)
     assert set(known["geometry"]) == set(GEOMETRY_MAPS)
@@ -142,7 +142,7 @@ def test_printed_configuration_loads_back():
         (["method.eta="], ["method.eta"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_in_one_line(overrides, words):
+def test_mistakes_are_reported_in_one_line(overrides, words):
     with pytest.raises(UserError) as error:
         load(overrides)
     message = str(error.value)
@@ -175,7 +175,7 @@ def test_theory_and_ramps_are_built():
 
 
 def test_a_step_size_is_suggested_and_shown():
-    """By problem, geometry and method; what is given counts."""
+    """It depends on problem, geometry and method. A given value has priority."""
     assert load([]).method.eta == 0.2
     assert load(["method=delay_adaptive"]).method.eta == 0.008
     assert load(["method=ringmaster_agnostic"]).method.eta == 5.0
@@ -188,7 +188,7 @@ def test_a_step_size_is_suggested_and_shown():
                 assert load([f"geometry={geometry}", f"method={method}", f"problem={problem}"]).method.eta > 0
 
 
-def test_a_configuration_of_an_earlier_version_is_understood():
+def test_a_configuration_of_an_earlier_version_is_read():
     text = annotated(compose(["budget.updates=40", "geometry=scion"], "train"))
     kept = [line for line in text.splitlines() if not line.startswith(("  warmup:", "  decay:"))]
     start = kept.index(next(line for line in kept if line.startswith("  radius:")))
@@ -201,7 +201,7 @@ def test_a_configuration_of_an_earlier_version_is_understood():
     assert {(block.radius, block.weight_decay) for block in blocks} == {(1.0, 0.0)}
 
 
-def test_weight_decay_by_role_stands_before_that_of_the_method():
+def test_weight_decay_of_a_role_overrides_that_of_the_method():
     overrides = ["problem=nanochat", "method.weight_decay=0.1", "geometry.weight_decay.embedding=0", "geometry=scion"]
     config = load(overrides)
     layout = build_core(config, build_problem(config)).update.layout

@@ -118,7 +118,7 @@ def test_stale_gradients_are_never_computed():
     assert core.push(1, 0, 0, lambda: pytest.fail("computed in vain")).verdict is Verdict.STALE
 
 
-def test_fetch_says_unchanged():
+def test_fetch_reports_an_unchanged_version():
     core = make()
     assert core.fetch().version == 0
     assert core.fetch(0) is None
@@ -188,7 +188,7 @@ def test_a_contribution_stays_when_its_worker_leaves():
     torch.testing.assert_close(core.snapshot.iterate, alone.snapshot.iterate)
 
 
-def test_delay_adaptive_counts_the_living():
+def test_delay_adaptive_counts_live_workers():
     core = make("delay_adaptive", workers=4)
     assert core.method.eta(9, 8, len(core.live)) == pytest.approx(0.1 * 4 / 8)
     core.leave(3)
@@ -197,7 +197,7 @@ def test_delay_adaptive_counts_the_living():
     assert core.method.eta(9, 1, 2) == 0.1
 
 
-def test_worker_ids_are_not_given_twice():
+def test_worker_ids_are_never_reused():
     core = make(workers=2)
     assert core.join(10) == 10
     core.leave(10)
@@ -229,8 +229,9 @@ actions = st.lists(
 
 @settings(max_examples=150)
 @given(st.sampled_from(sorted(MAKERS)), actions)
-def test_random_histories(name, history):
-    """Whatever arrives: counters add up, nothing late is applied, nothing twice, and reloading changes nothing."""
+def test_the_invariants_hold_for_random_histories(name, history):
+    """For any arrivals, counters add up, nothing late is applied, nothing is applied twice, and reloading changes
+    nothing."""
     core = make(name, workers=3)
     applied = core.update.apply
     applications = []
@@ -293,8 +294,8 @@ def test_random_histories(name, history):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_continues_bit_for_bit(name):
-    """Saved in the middle, also in the middle of a batch or a round, and loaded into a new core."""
+def test_a_loaded_core_continues_bit_for_bit(name):
+    """The state is saved at any moment, also within a batch or a round, and loaded into a new core."""
     whole, half = make(name), make(name)
 
     def pushes(core, sequences):
@@ -308,7 +309,7 @@ def test_continues_bit_for_bit(name):
     half.push(0, 5, half.version, gradient(50))
     resumed = make(name, workers=0)
     resumed.load(copy.deepcopy(half.state()))
-    half.push(1, 5, half.version, gradient(99))  # the old one going on must not matter
+    half.push(1, 5, half.version, gradient(99))  # a later push to the old core must not matter
     for core in (whole, resumed):
         core.push(1, 5, core.version, gradient(51))
         pushes(core, range(6, 12))

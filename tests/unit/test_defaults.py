@@ -1,4 +1,4 @@
-"""Whoever names no step size gets one that trains: every method, on every kind of problem."""
+"""The default step size trains with every method, on every kind of problem."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ PROBLEMS = {
 
 
 def cnn(seed, device):
-    """Two classes of 6 x 6 pictures: which half is brighter."""
+    """Returns a problem with two classes of 6 x 6 pictures. The upper half is brighter or darker."""
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1),
                            nn.Linear(8 * 16, 2))  # fmt: skip
@@ -50,7 +50,7 @@ def fallen_to(directory, summary):
 
 @pytest.mark.parametrize("method", groups()["method"])
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_the_default_step_ends_below_where_it_began(problem, method, tmp_path):
+def test_the_default_step_lowers_the_loss_with_every_method(problem, method, tmp_path):
     words = [f"method={method}", *PROBLEMS[problem], "cluster.workers=4", "budget.seconds=null", "run.trace=false"]
     directory = RunDirectory(str(tmp_path / "run"), name="x")
     summary = simulate(load(words), directory)
@@ -59,7 +59,7 @@ def test_the_default_step_ends_below_where_it_began(problem, method, tmp_path):
 
 
 @pytest.mark.parametrize("geometry", groups()["geometry"])
-def test_so_does_every_geometry(geometry, tmp_path):
+def test_the_default_step_lowers_the_loss_with_every_geometry(geometry, tmp_path):
     for problem in ("quadratic", "cnn"):  # a language model in each of them is what ``experiment steps`` plays
         words = PROBLEMS[problem]
         shared = [f"geometry={geometry}", "cluster.workers=4", "budget.seconds=null", "run.trace=false"]

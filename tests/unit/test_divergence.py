@@ -1,4 +1,4 @@
-"""A run that diverges is seen: by what it evaluates, else by its training loss."""
+"""Divergence is detected by the evaluation, or by the training loss if there is no evaluation."""
 
 import math
 
@@ -28,14 +28,14 @@ from ringmaster_dist.observe.records import finite
         ([], False),
     ],
 )
-def test_by_the_objective(values, diverges):
+def test_divergence_is_detected_by_the_objective(values, diverges):
     divergence = Divergence("loss")
     for value in values:
         divergence.look({"loss": value}, train_loss=99.0)
     assert divergence.diverged is diverges
 
 
-def test_it_is_said_once_for_every_rise():
+def test_divergence_is_reported_once_for_every_rise():
     divergence = Divergence("gap")
     said = [divergence.look({"gap": value}) for value in (1.0, 2.0, 3.0, 0.5, 2.0)]
     assert said == [False, True, False, False, True]
@@ -54,7 +54,7 @@ def test_a_problem_that_does_not_evaluate_is_judged_by_its_training_loss():
     assert divergence.look({}, math.nan, 71)
 
 
-def test_what_is_written_is_json():
+def test_numbers_that_are_not_finite_are_written_as_null():
     assert finite({"loss": math.nan, "gap": math.inf, "other": 1.5, "count": 3}) == {
         "loss": None, "gap": None, "other": 1.5, "count": 3,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the documents name is there: files, functions, links, and examples that run."""
+"""The documents name files, functions and links that exist, and their examples run."""
 
 import ast
 import copy
@@ -33,7 +33,7 @@ _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def names_of(path):
-    """Functions and classes of a module; those inside a class as ``Class.name``."""
+    """Returns the functions and classes of a module, with members of a class as ``Class.name``."""
     found = set()
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for node in parsed(path.read_text()).body:
@@ -44,7 +44,7 @@ def names_of(path):
     return found
 
 
-def test_architecture_names_what_exists():
+def test_architecture_names_files_and_functions_that_exist():
     text = (ROOT / "docs/architecture.md").read_text()
     files = set(re.findall(r"[\w/]+\.py\b", text))
     functions = set(re.findall(r"`([\w/]+\.py): ([\w.]+)`", text))
@@ -64,7 +64,7 @@ def test_architecture_steps_are_few_and_name_code():
 
 
 def headings(text):
-    """Their anchors, as GitHub makes them."""
+    """Returns the anchors of the headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -83,7 +83,7 @@ def test_relative_links_lead_somewhere(document):
 
 
 def example(heading):
-    """What the fenced Python of a section of docs/extending.md defines."""
+    """Runs the Python block of a section of docs/extending.md. Returns its names and its text."""
     section = (ROOT / "docs/extending.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     namespace = {"__name__": "example"}
@@ -102,7 +102,7 @@ def test_the_problem_trains_in_the_simulator():
 
 
 def test_the_problem_runs_by_its_name(tmp_path, monkeypatch):
-    """As problem.target, which `train` and `simulate` import."""
+    """It is given as problem.target, which `train` and `simulate` import."""
     (tmp_path / "fit_of_the_documents.py").write_text(example("A problem")[1])
     monkeypatch.syspath_prepend(tmp_path)
     config = load([
@@ -130,7 +130,7 @@ def test_the_method_waits_for_its_quorum():
     for each in (core, resumed):
         assert each.version == 1
         each.leave(0)
-        each.leave(2)  # the one that is left has contributed: nobody is waited for
+        each.leave(2)  # the remaining worker has contributed, so the round is complete
         assert each.version == 2
     assert torch.equal(core.snapshot.iterate, resumed.snapshot.iterate)
 

@@ -1,4 +1,4 @@
-"""Downloads against a server that misbehaves: breaks off, sends garbage, answers 404, is slow."""
+"""Downloads from a server that breaks off, sends garbage, answers 404, or is slow."""
 
 import hashlib
 import multiprocessing
@@ -17,7 +17,7 @@ CONTENT = bytes(range(256)) * 4000
 
 
 class Server:
-    """Serves CONTENT, in the way the test has set; notes the ranges it was asked for."""
+    """Serves CONTENT in the way that the test sets, and records the requested ranges."""
 
     def __init__(self):
         self.behaviour, self.asked, self.files = [], [], {}
@@ -71,8 +71,8 @@ def get(server, path, **settings):
     return fetch(f"{server.url}/file", path, pause_seconds=0.01, **settings)
 
 
-def test_several_may_ask_at_once(server, tmp_path):
-    """The workers of a machine: one fetches, the others wait for it."""
+def test_several_workers_may_download_at_once(server, tmp_path):
+    """One worker of a machine downloads, and the others wait for it."""
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
         got = [pool.submit(fetch, f"{server.url}/file", tmp_path / "file", pause_seconds=0.01) for _ in range(4)]
         assert all(future.result(timeout=60).read_bytes() == CONTENT for future in got)
@@ -91,14 +91,14 @@ def test_a_file_arrives_and_is_not_fetched_again(server, tmp_path):
     assert len(server.asked) == 2
 
 
-def test_it_goes_on_where_it_broke_off(server, tmp_path):
+def test_a_download_resumes_where_it_broke_off(server, tmp_path):
     server.behaviour = ["breaks off", "breaks off", "busy", "well"]
     assert get(server, tmp_path / "file").read_bytes() == CONTENT
     half = len(CONTENT) // 2
     assert server.asked == [None, f"bytes={half}-", f"bytes={half + half // 2}-", f"bytes={half + half // 2}-"]
 
 
-def test_a_server_without_ranges_is_understood(server, tmp_path):
+def test_a_server_without_range_support_works(server, tmp_path):
     server.behaviour = ["breaks off", "ignores ranges"]
     assert get(server, tmp_path / "file").read_bytes() == CONTENT
 
@@ -113,7 +113,7 @@ def test_a_server_without_ranges_is_understood(server, tmp_path):
         (["slow"] * 3, "timed out"),
     ],
 )
-def test_what_cannot_be_had_is_told_and_leaves_no_file(behaviour, words, server, tmp_path):
+def test_a_failed_download_is_reported_and_leaves_no_file(behaviour, words, server, tmp_path):
     server.behaviour = list(behaviour)
     with pytest.raises(DownloadError, match=words):
         get(server, tmp_path / "file", attempts=3, timeout_seconds=0.3)
@@ -121,7 +121,7 @@ def test_what_cannot_be_had_is_told_and_leaves_no_file(behaviour, words, server,
     assert len(server.asked) == len(behaviour)
 
 
-def test_no_network_is_told(tmp_path):
+def test_a_missing_network_is_reported(tmp_path):
     with pytest.raises(DownloadError, match=r"refused"):
         fetch("http://127.0.0.1:1/file", tmp_path / "file", attempts=2, pause_seconds=0.01)
 
@@ -143,7 +143,7 @@ def test_shards_become_a_corpus(server, tmp_path):
 
 
 def climbmix_once(server, tmp_path):
-    """As `climbmix`, without the pauses between attempts."""
+    """Runs `climbmix` without the pauses between attempts."""
     from unittest import mock
 
     with mock.patch("time.sleep"):

@@ -1,4 +1,4 @@
-"""The oracles, against the exact SVD and their defining properties."""
+"""The oracles, compared with the exact SVD and their defining properties."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SHAPES = [(1, 1), (1, 40), (40, 1), (5, 5), (6, 8), (6, 9), (4, 24), (24, 4), (3
 
 
 def oracle(matrices, geometry, orthogonalization="polar_express", precision=None):
-    """lmo of a batch, by way of an update with alpha = 1 and eta = 1 from zero."""
+    """Returns the lmo of a batch, from an update with alpha = 1 and eta = 1 that starts at zero."""
     count, rows, cols = matrices.shape
     roles = dict.fromkeys(("matrix", "embedding", "output", "scalar"), geometry)
     layout = Layout([Parameter(f"p{i}", (rows, cols)) for i in range(count)], roles)
@@ -37,7 +37,7 @@ def test_exact_paths_equal_the_reference(geometry, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "low", "high"), [("polar_express", 0.8, 1.2), ("jordan", 0.65, 1.25)])
 def test_orthogonalization_keeps_directions_and_levels_singular_values(name, low, high, dtype, shape):
-    """U and V are those of the matrix; singular values land in a band around one, times Muon's factor."""
+    """U and V are those of the matrix. Singular values are in a band around one, times Muon's factor."""
     generator = torch.Generator().manual_seed(2)
     rank = min(shape)
     left = torch.linalg.qr(torch.randn(shape[0], rank, dtype=torch.float64, generator=generator)).Q
@@ -55,8 +55,9 @@ def test_orthogonalization_keeps_directions_and_levels_singular_values(name, low
 @pytest.mark.parametrize("coefficients", g.COEFFICIENTS)
 @pytest.mark.parametrize("shape", [(48, 48), (48, 96), (96, 48), (64, 256)])
 @pytest.mark.parametrize("decades", [0.0, 1.5, 3.0, 5.0])
-def test_a_short_precision_stays_near_and_in_bounds(shape, decades, coefficients):
-    """However ill-conditioned: a polynomial of one Gram matrix in bfloat16 has singular values in the hundreds here."""
+def test_bfloat16_stays_near_the_exact_result_and_in_bounds(shape, decades, coefficients):
+    """It holds for ill-conditioned matrices. Here a polynomial of one Gram matrix in bfloat16 has singular values in
+    the hundreds."""
     generator = torch.Generator().manual_seed(4)
     rank = min(shape)
     left, right = (torch.linalg.qr(torch.randn(4, n, rank, dtype=torch.float64, generator=generator)).Q for n in shape)
@@ -90,7 +91,7 @@ def test_every_path_is_the_same_polynomial(shape, coefficients):
 @pytest.mark.parametrize("name", g.ORTHOGONALIZATIONS)
 @pytest.mark.parametrize("shape", [(1, 30), (5, 5), (4, 24), (24, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_zero_goes_to_zero(geometry, name, shape, dtype):
+def test_the_lmo_of_zero_is_zero(geometry, name, shape, dtype):
     matrices = torch.zeros(2, *shape, dtype=dtype)
     matrices[1, 0, 0] = 1.0  # a neighbour in the batch must not matter
     result = oracle(matrices, geometry, name)
@@ -120,7 +121,7 @@ def test_the_oracle_minimizes_over_the_ball(geometry, seed):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
-def test_vectors_of_any_size(scale):
+def test_vectors_of_any_scale_give_a_finite_direction(scale):
     vector = torch.randn(1, 1, 50, dtype=torch.float64) * scale
     length = oracle(vector, "spectral")[0].norm()
     expected = oracle(vector / scale, "spectral")[0].norm() if scale > 1 else None

@@ -27,7 +27,7 @@ def test_the_phases_in_order_and_the_seconds_in_each():
     assert [seconds for _, seconds in seen] == [0.0, 1.0, 3.0, 4.0, 4.0]  # the clock stands again after stop_clock
 
 
-def test_a_phase_never_returns():
+def test_the_phase_never_moves_back():
     life = Life(Clock())
     life.end()
     life.begin()

@@ -1,4 +1,4 @@
-"""The figures of metrics.jsonl, against arrivals whose figures are known."""
+"""The figures of metrics.jsonl, for arrivals whose figures are known."""
 
 import math
 import re
@@ -16,7 +16,7 @@ COUNTS = {"pipes": 3, "received": 2, "sent": 2, "refused": 2}
 
 @pytest.fixture
 def measured():
-    """Two workers: one quick, one whose gradient is late by two updates; another stopped once."""
+    """Two workers: a fast one, and a slow one with one interruption and one late gradient."""
     stage = Stage(method=None)
     metrics = Metrics(LAYOUT, 0, tokens_of=lambda slot: 10 + slot)
     stage.notes.arrival = metrics.arrival
@@ -57,7 +57,7 @@ def test_a_row_has_every_figure(measured):
         "wasted_seconds": 3.0}  # fmt: skip
 
 
-def test_rates_and_delays_are_those_since_the_last_row(measured):
+def test_rates_and_delays_are_since_the_row_before(measured):
     stage, metrics = measured
     metrics.row(stage.service.measure(), {}, COUNTS)
     stage.wait(2.0)
@@ -67,7 +67,7 @@ def test_rates_and_delays_are_those_since_the_last_row(measured):
     assert "gradient_norm" not in row
 
 
-def test_a_loss_that_is_no_number_does_not_spoil_the_rest(measured):
+def test_a_loss_of_nan_does_not_spoil_the_smoothed_loss(measured):
     stage, metrics = measured
     session = stage.session()
     stage.service.push(session, Push(0, 3, torch.ones(6), math.nan, 0.1))

@@ -92,7 +92,7 @@ class Counting(nn.Module):
         return self.inner(x) + self.table.sum() + self.assigned.sum() + self.inner[1].running_mean.sum()
 
 
-def test_buffers_are_put_back_before_the_next_gradient():
+def test_buffers_are_restored_before_the_next_gradient():
     module = Counting()
     problem, start = bound(module)
     before = {name: tensor.clone() for name, tensor in module.named_buffers()}
@@ -141,7 +141,7 @@ def test_instance_norm_averages_too():
 
 
 class FrozenNorm(nn.Module):
-    """As in fine-tuning: the backbone stays in evaluation mode and keeps its statistics."""
+    """A model for fine-tuning, whose backbone stays in evaluation mode and keeps its statistics."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ class FrozenNorm(nn.Module):
         return self.head(self.backbone(x))
 
 
-def test_frozen_parts_are_no_part_of_the_variable():
+def test_frozen_parameters_are_not_trained_and_not_sent():
     torch.manual_seed(0)
     module = FrozenNorm()
     before = {name: tensor.clone() for name, tensor in module.backbone.state_dict().items()}
@@ -230,7 +230,7 @@ def frozen(module):
         (small(), {"role": lambda name, p: "bias"}, ["'0.weight'", "'bias'", "matrix, embedding, output, scalar"]),
     ],
 )
-def test_modules_that_cannot_be_trained_are_told(module, keywords, words):
+def test_modules_that_cannot_be_trained_are_refused(module, keywords, words):
     with pytest.raises(ValueError, match=words[0]) as raised:
         ModuleProblem(module, batches, loss, **keywords)
     assert isinstance(raised.value, Mistake)
@@ -249,7 +249,7 @@ def test_modules_that_cannot_be_trained_are_told(module, keywords, words):
         (batches, lambda model, x: loss(model, x).detach(), "does not require a gradient"),
     ],
 )
-def test_batches_and_losses_that_give_no_gradient_are_told(draw, its_loss, words):
+def test_batches_and_losses_without_a_gradient_are_refused(draw, its_loss, words):
     problem, start = bound(small(), draw, its_loss)
     with pytest.raises(Mistake, match=words):
         problem.gradient(start, 0, 0, 0)
@@ -261,7 +261,7 @@ def test_batches_may_be_a_generator():
     assert torch.equal(listed.gradient(start, 0, 0, 0)[0], lazy.gradient(start, 0, 0, 0)[0])
 
 
-def test_the_fingerprint_is_of_what_does_not_travel():
+def test_the_fingerprint_covers_what_is_not_sent():
     def fingerprint(change=lambda module: None):
         torch.manual_seed(0)
         module = FrozenNorm()
@@ -284,7 +284,7 @@ def test_clip_can_be_changed():
 
 
 def test_spectral_norm_is_evaluated_and_exported_as_it_is_trained():
-    """Its vectors restart at every gradient. What an evaluation computes with, whatever came before, is the same."""
+    """Its vectors restart at every gradient. An evaluation computes with the same vectors, whatever came before."""
 
     def made():
         torch.manual_seed(0)
@@ -321,7 +321,7 @@ def test_an_evaluation_that_writes_to_the_weights_writes_to_its_own_copy():
     assert torch.equal(start, kept)
 
 
-def test_large_buffers_written_behind_the_counter_are_put_back():
+def test_large_buffers_changed_without_the_version_counter_are_restored():
     class Codebook(nn.Module):
         def __init__(self):
             super().__init__()
@@ -339,7 +339,7 @@ def test_large_buffers_written_behind_the_counter_are_put_back():
 
 
 def test_running_statistics_stay_where_they_are_not_computed():
-    """Without draws, and of a norm that the loss does not reach."""
+    """This holds without random draws, and for a norm that the loss does not reach."""
     norm = nn.BatchNorm1d(8)
     norm.running_mean.fill_(7.0)
     kept, start = bound(small(norm), statistics_batches=0)
@@ -368,7 +368,7 @@ def test_a_loss_that_computes_gradients_can_have_batch_norm():
     assert problem.evaluate(start) == {"loss": 1.0}
 
 
-def test_what_no_training_changes_is_told_apart():
+def test_buffers_that_training_never_changes_are_recognised():
     module = small(nn.BatchNorm1d(8))
     module.register_buffer("table", torch.arange(3))
     module[0].bias.requires_grad_(False)

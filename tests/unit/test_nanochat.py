@@ -1,4 +1,5 @@
-"""The model against finite differences, explicit masks and SPEC's listing; the tokenizer; the rows; generation."""
+"""The model, compared with finite differences, explicit masks and SPEC's listing; the tokenizer, the rows and
+generation."""
 
 import json
 import math
@@ -52,7 +53,7 @@ def test_names_and_shapes_are_the_paper_s():
 
 
 def disturbed(config, seed=0):
-    """Every part matters: nothing is left at the zero it starts with."""
+    """Returns a model without zero weights, so that every part has an effect."""
     torch.manual_seed(seed)
     model = NanoChat(config).double()
     with torch.no_grad():
@@ -62,7 +63,7 @@ def disturbed(config, seed=0):
 
 
 def reference(model, tokens):
-    """The architecture written down again, position by position where it matters, with explicit masks."""
+    """The architecture written a second time, position by position where it matters, with explicit masks."""
     config, p = model.config, dict(model.named_parameters())
     norm = lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps)  # noqa: E731
     time, half = tokens.shape[1], config.head_dim // 2
@@ -136,7 +137,7 @@ def test_gradients_agree_with_finite_differences():
         assert abs(slope) > 1e-7, f"{name} has no influence"
 
 
-def test_the_first_loss_is_that_of_guessing():
+def test_the_first_loss_is_that_of_random_guessing():
     torch.manual_seed(0)
     model = NanoChat(NanoChatConfig(2, 2, 2, 64, 1024, 32, "SL"))
     tokens = torch.randint(0, 1024, (4, 33))
@@ -155,7 +156,7 @@ def test_impossible_models_are_refused(values):
 @pytest.mark.parametrize("pieces", [[16], [1] * 16, [5, 1, 6, 1, 3]])
 @pytest.mark.parametrize("config", [SMALL, NanoChatConfig(3, 4, 2, 64, 300, 16, "SL")])
 def test_the_decoder_gives_the_model_s_logits(config, pieces):
-    """Token by token or several at once; with fewer keys than queries too."""
+    """This holds token by token and for several tokens at once, also with fewer keys than queries."""
     model = disturbed(config).float()
     tokens = torch.randint(0, 300, (16,), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
@@ -170,8 +171,8 @@ def test_the_decoder_gives_the_model_s_logits(config, pieces):
 
 
 @pytest.mark.parametrize("prompt", [1, 5, 13])
-def test_the_cache_changes_nothing(prompt):
-    """Also where the window is shorter than what is cached."""
+def test_the_kv_cache_changes_no_logits(prompt):
+    """This holds also if the window is shorter than the cache."""
     model = disturbed(SMALL).float()
     tokens = torch.randint(0, 300, (prompt,), generator=torch.Generator().manual_seed(2)).tolist()
     quick = list(generate(model, tokens, 20, temperature=0.0))
@@ -193,7 +194,7 @@ def tokenizer():
 
 @settings(max_examples=300)
 @given(st.text())
-def test_any_text_comes_back(tokenizer, text):
+def test_any_text_survives_encoding_and_decoding(tokenizer, text):
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
     assert not set(tokens) & set(range(len(SPECIALS)))
@@ -212,7 +213,7 @@ def test_the_tokenizer_is_saved_and_loaded(tokenizer, tmp_path):
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, 30), max_size=80), st.integers(2, 12))
-def test_packing_wastes_only_what_it_must(sizes, length):
+def test_packed_rows_are_full_and_hold_each_document_once(sizes, length):
     documents = [np.full(size, i, dtype=np.uint16) for i, size in enumerate(sizes)]
     rows = list(pack(documents, length))
     assert all(len(row) == length for row in rows)
@@ -237,7 +238,7 @@ def write_corpus(folder, count=60):
     return folder
 
 
-def test_prepared_once_and_the_same_everywhere(tmp_path):
+def test_rows_are_prepared_once_and_equal_everywhere(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     sources = corpora.text_files(write_corpus(folder))
@@ -311,13 +312,13 @@ def test_every_kind_of_file_is_read(tmp_path):
         ("a.bin", b"x", "known kinds"),
     ],
 )
-def test_a_corpus_that_cannot_be_used_is_told(name, content, message, tmp_path):
+def test_an_unusable_corpus_is_reported(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content.replace(b'{"text": 1}', b'{"text": "fine"}'))
     with pytest.raises(corpora.CorpusError, match=message):
         prepare(corpora.text_files(tmp_path / name), vocab_size=300, context=16, cache=tmp_path / "cache")
 
 
-def test_a_corpus_smaller_than_a_row_is_told(tmp_path):
+def test_a_corpus_smaller_than_a_row_is_reported(tmp_path):
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     with pytest.raises(corpora.CorpusError, match="too small"):
         prepare(corpora.text_files(tmp_path), vocab_size=300, context=60_000, cache=tmp_path / "cache")
@@ -333,7 +334,7 @@ def problem(tmp_path_factory):
 
 
 def made(problem, **settings):
-    """Another one on the same rows."""
+    """Makes another problem on the same rows."""
     other = NanoChatProblem(SMALL, problem.rows, **{"batch": 4, **settings})
     other.bind(Layout(other.parameters, GEOMETRY_MAPS["muon"]))
     return other
@@ -366,7 +367,7 @@ def test_micro_batches_give_the_same_gradient(problem):
 
 
 def test_half_precision_scales_its_loss_until_the_gradient_is_finite(problem):
-    """And always in the same way: a gradient does not depend on those before it."""
+    """The scale does not depend on earlier gradients."""
     half = made(problem, precision="float16")
     exact, _ = problem.gradient(problem.initial(0), 0, 1, 2)
     exact = exact.clone()
@@ -397,7 +398,7 @@ def test_a_gradient_is_clipped_to_its_length(problem):
 
 
 def test_each_row_counts_the_same(problem):
-    """Half the rows, half the gradient: what workers with few rows send weighs less."""
+    """Half the rows give half the gradient, so workers with few rows have less weight."""
     few, plain = made(problem, batch=2, weight=0.5), made(problem, batch=2)
     iterate = problem.initial(0)
     weighted, loss = few.gradient(iterate, 0, 0, 0)
@@ -406,8 +407,8 @@ def test_each_row_counts_the_same(problem):
     assert loss == same_loss
 
 
-def test_a_gradient_is_interrupted_between_layers_on_both_ways(problem):
-    """Asked after each block forward and backward; whoever answers yes at the n-th time ends it there."""
+def test_a_gradient_is_interrupted_between_layers_forward_and_backward(problem):
+    """`stop` is called after each block, forward and backward. If the n-th answer is True, the gradient ends there."""
     iterate, asked = problem.initial(0), []
     problem.gradient(iterate, 0, 0, 0, lambda: bool(asked.append(1)))
     times = len(asked)

@@ -1,4 +1,4 @@
-"""The quadratic, against dense linear algebra."""
+"""The quadratic, compared with dense linear algebra."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Draws: scalar, vector and compiled versions agree, and they look random."""
+"""Random draws: the scalar, vector and compiled versions agree, and their moments are right."""
 
 import math
 from statistics import NormalDist
@@ -13,7 +13,7 @@ from ringmaster_dist.simulation import kernels
 
 
 @given(st.integers(0, 2**63), st.integers(0, 9), st.integers(0, 400), st.integers(0, 2**40))
-def test_one_function_three_times(seed, stream, worker, sequence):
+def test_scalar_vector_and_compiled_draws_agree(seed, stream, worker, sequence):
     key = randomness.worker_key(seed, stream, worker)
     keys = randomness.worker_keys(seed, stream, worker + 1)
     assert int(keys[worker]) == key

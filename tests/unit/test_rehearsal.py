@@ -1,4 +1,4 @@
-"""A mistake in the user's code is told once, with the user's own frames, before anything is started."""
+"""A mistake in the user's code is reported once, with the user's own frames, before any process is started."""
 
 import json
 import random
@@ -88,7 +88,7 @@ MISTAKES = [
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Runs a command on a module of this text; gives the exit code and the words on stderr."""
+    """Runs a command on a module with this text. Returns the exit code and the text on stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(text, *words):
@@ -103,7 +103,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("text", "line", "frames"), MISTAKES, ids=[line for _, line, _ in MISTAKES])
-def test_a_mistake_is_told_once(text, line, frames, command, tmp_path):
+def test_a_mistake_is_reported_once(text, line, frames, command, tmp_path):
     code, errors = command(text, "train")
     assert code == 2
     first, *rest = errors.strip().splitlines()
@@ -118,7 +118,7 @@ def test_a_mistake_is_told_once(text, line, frames, command, tmp_path):
 
 
 @pytest.mark.parametrize("index", [0, 15])
-def test_simulate_tells_the_same(index, command):
+def test_simulate_reports_the_same_mistake(index, command):
     text, line, frames = MISTAKES[index]
     code, errors = command(text, "simulate")
     assert code == 2
@@ -136,8 +136,8 @@ def test_a_gradient_that_does_not_repeat_is_a_warning(command, tmp_path):
     assert (tmp_path / "run/summary.json").exists()
 
 
-def test_what_repeats_says_nothing(command):
-    """Dropout, random numbers in `batches`, and a factory that forgets the seed."""
+def test_a_gradient_that_repeats_gives_no_warning(command):
+    """There is no warning for dropout, for random numbers in `batches`, or for a factory that ignores the seed."""
     text = plain("nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 1))").replace("torch.ones", "torch.randn")
     assert command(text, "simulate", "budget.updates=3") == (0, "")
 
@@ -162,7 +162,7 @@ def test_a_factory_gives_the_same_bits_with_any_number_of_threads(tmp_path, monk
 
 
 def test_any_name_and_number_of_an_evaluation_is_shown(command, tmp_path):
-    """Names that are markup, or ours; numbers that are not finite."""
+    """It shows names that contain markup, names that the package uses itself, and numbers that are not finite."""
     figures = "{'[/x] y': 1.0, 'time': 7.0, 'version': float('nan'), 'f1[macro]': 0.5, 'accepted': -1}"
     assert command(plain(more=f", evaluate=lambda model: {figures}"), "simulate", "budget.updates=3") == (0, "")
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What a report says of traces written by hand, where every number is known."""
+"""The report of traces written by hand, for which every number is known."""
 
 import json
 import time
@@ -110,7 +110,7 @@ def test_a_trace_is_read_further_and_from_the_start_when_it_was_cut(tmp_path, mo
     assert recording.trace["verdict"].tolist() == [0]
 
 
-def test_it_says_how_a_run_stands(tmp_path):
+def test_the_report_says_whether_a_run_is_in_progress_crashed_or_finished(tmp_path):
     going = Recording(make(tmp_path / "going"))
     assert going.state == "running"
     import os
@@ -121,7 +121,7 @@ def test_it_says_how_a_run_stands(tmp_path):
     assert Recording(make(tmp_path / "done", summary={"ended": "budget"})).state == "finished"
 
 
-def test_a_run_without_a_trace_shows_what_was_measured(tmp_path):
+def test_a_run_without_a_trace_shows_its_metrics(tmp_path):
     rows = [{"time": float(t), "version": 10 * t, "gap": 5.0 - t, "accepted": 10 * t, "stale": t, "invalid": 0}
             for t in range(4)]  # fmt: skip
     (run,) = page_data([Recording(make(tmp_path / "run", arrivals=[], metrics=rows))])["runs"]
@@ -147,7 +147,7 @@ def test_a_run_without_a_trace_shows_what_was_measured(tmp_path):
         ({"config.yaml": True, "trace.jsonl": line(1.0, 0, 0, 0, 0, "maybe", 1.0, 1.0)}, '\'{"time": 1.0'),
     ],
 )
-def test_what_cannot_be_shown_is_told_in_one_line(files, words, tmp_path):
+def test_an_unreadable_run_is_reported_in_one_line(files, words, tmp_path):
     for name, text in (files or {}).items():
         (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "run" / name).write_text(annotated(compose([], "train")) if text is True else text)

@@ -1,4 +1,4 @@
-"""Schedules, against the paper's formulas evaluated by hand."""
+"""Schedules, compared with the paper's formulas evaluated by hand."""
 
 import math
 
@@ -24,8 +24,8 @@ def test_agnostic_steps_and_weights():
 
 
 @given(st.integers(0, 10**12))
-def test_threshold_never_jumps(k):
-    """What makes a stale computation stale for good."""
+def test_the_threshold_grows_by_at_most_one(k):
+    """This is why a stale computation stays stale."""
     assert 0 <= agnostic(1.0).threshold(k + 1) - agnostic(1.0).threshold(k) <= 1
 
 

@@ -1,4 +1,4 @@
-"""The service without a wire: who may call, who is alive, who waits. Time is a number the test turns."""
+"""The service without a network: sessions, leases and waiting calls. The test sets the clock."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ LAYOUT = Layout([Parameter("w", (2, 3))], GEOMETRY_MAPS["muon"])
 
 
 class Notes:
-    """A journal that remembers."""
+    """A journal that keeps its lines in memory."""
 
     def __init__(self):
         self.arrivals, self.members, self.changes = [], [], []
@@ -41,7 +41,7 @@ class Notes:
 
 
 class Stage:
-    """A service with a clock of its own and no threads: `wait` and `compute` do what they would do."""
+    """A service with a test clock and without threads. `wait` and `compute` do the work of the threads."""
 
     def __init__(self, method=None, state=None, checkpointing=None, restarted=False, **settings):
         self.time, self.notes = 100.0, Notes()
@@ -117,7 +117,7 @@ def test_a_push_is_answered_with_verdict_and_snapshot_once():
     assert len(stage.notes.arrivals) == 1
 
 
-def test_the_first_wait_for_the_rest_and_the_clock_starts_then():
+def test_the_first_workers_wait_for_the_rest_and_then_the_clock_starts():
     stage = Stage(expected_workers=2, start_seconds=30.0)
     first = stage.join()
     stage.wait(20)
@@ -130,7 +130,7 @@ def test_the_first_wait_for_the_rest_and_the_clock_starts_then():
     assert stage.service.seconds == 3.0
 
 
-def test_the_first_do_not_wait_for_ever():
+def test_the_first_workers_wait_at_most_start_seconds():
     stage = Stage(expected_workers=2, start_seconds=30.0)
     first = stage.join()
     stage.wait(31)
@@ -160,7 +160,7 @@ def test_a_long_poll_keeps_the_lease_of_a_slow_worker():
     assert stage.service.core.live == {0}
 
 
-def test_stale_work_is_told_at_once():
+def test_a_poll_is_answered_as_soon_as_the_work_is_stale():
     stage = Stage()
     fast, slow = stage.session(), stage.session()
     poll = stage.service.await_stale(slow, 0, 0)
@@ -186,7 +186,7 @@ def test_a_synchronous_push_waits_and_the_round_shrinks_with_a_lease():
     assert reply.snapshot.version == 1
 
 
-def test_the_end_is_told_to_everybody():
+def test_every_waiting_call_is_answered_with_the_end():
     stage = Stage(Synchronous(Constant(0.1, 0.5)))
     waiting, polling = stage.session(), stage.session()
     pushed, poll = stage.push(waiting, 0, 0), stage.service.await_stale(polling, 0, 0)
@@ -206,8 +206,8 @@ def test_the_end_is_told_to_everybody():
     assert stage.notes.members[-1][1] == "join"  # leaving after the end is not history
 
 
-def test_the_end_is_told_when_it_is_saved_and_not_before():
-    """A server that is lost while it saves the end comes back, and needs the workers it had."""
+def test_the_end_is_answered_only_after_it_is_saved():
+    """A server that is lost while it saves the end restarts, and needs its workers."""
     heard = []
 
     class Saving(NoCheckpoints):
@@ -227,7 +227,7 @@ def test_the_end_is_told_when_it_is_saved_and_not_before():
     assert stage.join().wait().ended
 
 
-def test_it_ends_by_updates_and_by_seconds():
+def test_a_run_ends_by_updates_and_by_seconds():
     stage = Stage(max_updates=1)
     assert stage.push(stage.session(), 0, 0).wait().ended
     stage = Stage(max_seconds=5.0)
@@ -249,7 +249,8 @@ def test_a_bad_gradient_is_its_worker_s_fault():
 
 
 def test_a_push_that_comes_late_over_an_old_connection_changes_nothing():
-    """It was pushed again over a new one, answered, and followed by the next, before the network let go of it."""
+    """The worker pushed again over a new connection, was answered, and sent the next push, before the old push
+    arrived."""
     stage = Stage()
     worker = stage.session()
     for sequence in range(2):
@@ -261,8 +262,8 @@ def test_a_push_that_comes_late_over_an_old_connection_changes_nothing():
     assert stage.push(worker, 2, 2).wait().receipt.verdict is Verdict.ACCEPTED
 
 
-def test_who_is_rejected_does_not_wait_for_the_update():
-    """While an update is decided and not computed, verdicts are given, and a stale push is answered."""
+def test_a_rejected_push_does_not_wait_for_the_update():
+    """While a decided update is not computed yet, verdicts are given, and a stale push is answered."""
     stage = Stage(Method(Constant(0.1, 0.5, 2)))
     fast, slow = stage.session(), stage.session()
     for sequence in range(2):
@@ -277,7 +278,7 @@ def test_who_is_rejected_does_not_wait_for_the_update():
     assert accepted.wait().snapshot.version == 3
 
 
-def test_nobody_is_sent_back_to_work_that_is_stale_already():
+def test_no_worker_gets_a_snapshot_that_is_already_stale():
     stage = Stage(Method(Constant(0.1, 0.5, 1)))
     fast, slow = stage.session(), stage.session()
     stage.push(fast, 0, 0, compute=False)
@@ -290,7 +291,7 @@ def test_nobody_is_sent_back_to_work_that_is_stale_already():
 
 
 def test_pushes_that_arrive_during_an_update_are_judged_in_order():
-    """As if each had waited for the one before: the same verdicts, versions and bits."""
+    """The verdicts, versions and bits are the same as if each push had waited for the one before."""
     together, apart = Stage(), Stage()
     sessions = [[stage.session() for _ in range(5)] for stage in (together, apart)]
     waiting = [together.push(s, 0, 0, float(i), compute=False) for i, s in enumerate(sessions[0])]
@@ -315,7 +316,7 @@ def test_a_worker_that_keeps_sending_nonsense_is_evicted():
     bad, good = stage.session(), stage.session()
     nan = float("nan")
     assert not stage.push(bad, 0, 0, nan).wait().evicted
-    stage.push(bad, 1, 0).wait()  # one good gradient, and the count begins anew
+    stage.push(bad, 1, 0).wait()  # one good gradient resets the count
     for sequence in (2, 3):
         assert not stage.push(bad, sequence, 1, nan).wait().evicted
     assert "NaN" in stage.push(bad, 4, 1, nan).wait().evicted
@@ -324,7 +325,7 @@ def test_a_worker_that_keeps_sending_nonsense_is_evicted():
     assert stage.push(good, 0, 1).wait().receipt.verdict is Verdict.ACCEPTED
 
 
-def test_a_restarted_server_knows_its_workers():
+def test_a_restarted_server_recognises_its_workers():
     stage = Stage()
     session = stage.session()
     first = stage.push(session, 0, 0).wait()
@@ -339,8 +340,8 @@ def test_a_restarted_server_knows_its_workers():
     assert again.notes.members == []
 
 
-def test_gradients_of_a_lost_line_never_count():
-    """Versions made after the checkpoint are lost; those the checkpoint contains are as good as any."""
+def test_gradients_of_a_lost_version_never_count():
+    """Versions made after the checkpoint are lost. Versions that the checkpoint contains still count."""
     method = Method(Constant(0.1, 0.5, 5))
     stage = Stage(method)
     sessions = [stage.session() for _ in range(3)]
@@ -361,7 +362,7 @@ def test_gradients_of_a_lost_line_never_count():
     known = again.service.fetch(sessions[0], 0, 3, Interruptions())
     assert known.snapshot.version == 3  # version 3 of another term is another iterate
     assert again.service.fetch(sessions[0], 1, 3, Interruptions()).snapshot is None
-    # Who had joined after the checkpoint is taken back under its id, unless that has been given away.
+    # A worker that joined after the checkpoint keeps its id, unless that id has been given to another worker.
     assert again.push(late, 0, 1).wait().receipt.verdict is Verdict.ACCEPTED
     assert again.service.core.live == {0, 1, 2, 3}
     taken = Stage(method, state=state)
@@ -369,7 +370,7 @@ def test_gradients_of_a_lost_line_never_count():
     assert taken.push(late, 0, 1).wait().unknown
 
 
-def test_a_run_that_had_ended_goes_on_with_new_workers():
+def test_a_finished_run_with_a_larger_budget_continues_with_new_workers():
     stage = Stage(Synchronous(Constant(0.1, 0.5)), max_updates=1)
     sessions = [stage.session() for _ in range(2)]
     for session in sessions:
@@ -385,7 +386,7 @@ def test_a_run_that_had_ended_goes_on_with_new_workers():
 
 
 def test_a_server_lost_before_its_first_checkpoint_has_a_clock_again():
-    """Its workers come back with their sessions and nobody joins: they say that the run has begun."""
+    """Its workers reconnect with their sessions and no worker joins. A session proves that the run has begun."""
     before = Stage()
     sessions = [before.session() for _ in range(2)]
     again = Stage(max_seconds=50.0, restarted=True)
@@ -411,7 +412,7 @@ def test_a_narrow_wire_rounds_both_ways():
 
 
 def test_a_server_that_was_lost_after_the_end_ends_again():
-    """The last checkpoint is there, the process is not: who starts it again must not wait for workers."""
+    """The last checkpoint exists, but the process is gone. A restarted server must not wait for workers."""
     stage = Stage(max_updates=1)
     stage.push(stage.session(), 0, 0)
     assert stage.service.ended.is_set()
@@ -453,7 +454,7 @@ def test_nonsense_of_one_worker_is_refused_and_does_not_reach_the_others():
     assert stage.service.failure is None
 
 
-def test_a_thread_that_fails_is_the_end_and_not_a_silence():
+def test_a_failing_thread_ends_the_run_with_an_error():
     stage = Stage()
     session = stage.session()
     stage.service.core.update.apply = None  # as if there were no memory left

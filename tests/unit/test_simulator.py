@@ -1,4 +1,4 @@
-"""The virtual clock, against a direct transcription of the specification and against known answers."""
+"""The simulator, compared with a direct transcription of the specification and with known answers."""
 
 import json
 import math
@@ -37,7 +37,7 @@ CONSTANT = Constant(0.05, 0.05)
 
 
 class Events:
-    """An observer that remembers."""
+    """An observer that records every event."""
 
     def __init__(self):
         self.arrivals, self.samples = [], []
@@ -59,8 +59,8 @@ def make_core(method, problem, geometry="muon", radius=1.0, weight_decay=0.0):
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("profile", ["linear", "sublinear", "similar"])
 @pytest.mark.parametrize("method", METHODS)
-def test_same_as_transcription(method, profile, interrupt, engine, tmp_path):
-    """Event for event what the specification says, and the same iterate."""
+def test_the_simulator_equals_the_transcription(method, profile, interrupt, engine, tmp_path):
+    """Every event and the final iterate are those of the specification."""
     overrides = [
         "problem=quadratic", "problem.dim=60", "problem.noise=0", "cluster.workers=6", f"cluster.profile={profile}",
         "cluster.jitter=0", f"method={method}", "method.eta=0.2", *METHODS[method], "budget.seconds=60",
@@ -136,7 +136,7 @@ def test_compiled_lane_is_the_core(method, workers, interrupt, profile, jitter, 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "rennala"])
 def test_one_worker_is_sequential_muon(name):
-    """With one worker nothing is ever late: every method is plain Muon with its schedule."""
+    """With one worker no gradient is late, so every method is plain Muon with its schedule."""
     problem = Quadratic(12, 0.1)
     core = make_core(MAKERS[name](), problem)
     Simulator(core, problem, Speeds([1.0]), seed=5, interrupt=False).run(updates=40)
@@ -202,7 +202,7 @@ def test_same_seed_same_run_other_seed_other_run():
 
 
 def test_run_can_be_continued():
-    """Two budgets one after the other are one budget."""
+    """Two budgets in sequence give the same result as one budget."""
     finals = []
     for stops in ((30.0,), (7.5, 20.0, 30.0)):
         problem = Quadratic(10, 0.05)
@@ -216,7 +216,7 @@ def test_run_can_be_continued():
 
 
 @pytest.mark.parametrize("interrupt", [True, False])
-def test_iterates_are_forgotten(interrupt):
+def test_old_iterates_are_freed(interrupt):
     """No more iterates are kept than versions that may still be accepted."""
     problem = Quadratic(10, 0.0)
     core = make_core(Method(Constant(0.05, 0.05, 3)), problem)
@@ -228,7 +228,7 @@ def test_iterates_are_forgotten(interrupt):
 
 
 def test_stopped_workers_stop_and_resume():
-    """Worker 0 stands still from 10 to 20: two gradients it has half done then arrive ten seconds later."""
+    """Worker 0 stops from 10 to 20 and then runs at half speed. The gradient that it had begun arrives at 24."""
     problem = Quadratic(4, 0.0)
     core, events = make_core(Method(CONSTANT), problem), Events()
     rates = Rates.from_phases([Phase(10.0, 0.0, [0]), Phase(20.0, 0.5, [0])], 2)
@@ -245,7 +245,7 @@ def test_callable_rates_are_sampled_in_the_middle_of_steps():
     assert speeds.finish(0, 0, 3.0) == math.inf
 
 
-def test_a_cluster_that_stops_for_good_is_told():
+def test_a_cluster_that_stops_for_good_is_reported():
     problem = Quadratic(4, 0.0)
     rates = Rates.from_phases([Phase(2.5, 0.0)], 2)
     simulator = Simulator(make_core(Method(CONSTANT), problem), problem, Speeds([1.0, 2.0], rates=rates))
@@ -268,7 +268,7 @@ def test_lower_bounds_hold(seed, jitter, start, changing):
 
 
 def test_a_million_workers():
-    """They fit and run; memory is measured in a process of its own by the end-to-end tests."""
+    """They fit in memory and run. An end-to-end test measures the memory in a separate process."""
     problem = Quadratic(10, 0.01)
     core = make_core(Method(Constant(0.1, 0.05, 8)), problem)
     simulator = Simulator(core, problem, Speeds(base_seconds("linear", 1_000_000, 1.0), jitter=0.05))

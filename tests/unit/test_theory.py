@@ -1,4 +1,4 @@
-"""The time bounds: known answers, and that simulated clusters keep them, also when speeds change."""
+"""The time bounds have known values, and simulated clusters satisfy them, also when speeds change."""
 
 import math
 
@@ -38,7 +38,8 @@ def test_useful_workers_reach_the_bound(times, threshold):
 
 
 def test_the_universal_model_at_steady_speeds():
-    """Two workers of 1 and 2 s: at a quarter of their speed one gradient is there after 4 s, the third after 8."""
+    """With two workers of 1 and 2 s at a quarter of their speed, the first gradient arrives after 4 s and the third
+    after 8 s."""
     work = lambda time: np.array([time / 1.0, time / 2.0])  # noqa: E731
     assert bounds.seconds_of_updates_at(work, 1, 0.0) == pytest.approx(4.0, rel=1e-6)
     assert bounds.seconds_of_updates_at(work, 3, 5.0) == pytest.approx(8.0, rel=1e-6)
@@ -47,7 +48,7 @@ def test_the_universal_model_at_steady_speeds():
 
 
 def work_of(base, rates):
-    """Gradients each worker could do by a time, summed segment by segment."""
+    """Returns the gradients that each worker can finish by a time, summed over the segments."""
 
     def work(time):
         total = np.zeros(len(base))

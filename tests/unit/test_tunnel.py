@@ -29,7 +29,7 @@ BROCHURE = b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbb\x01
 
 
 def pair_of_streams(server, worker):
-    """Two ends of a connection after, or in the middle of, a handshake in two threads."""
+    """Returns the two ends of a connection after a handshake, or during one, in two threads."""
     one, other = socket.socketpair()
     one.settimeout(5)
     other.settimeout(5)
@@ -92,8 +92,8 @@ def test_a_peer_that_does_not_prove_it_is_refused(peer):
     assert errors
 
 
-def test_a_process_in_a_wide_number_is_refused():
-    """TensorPipe ends its process at one: a process id has 32 bits there."""
+def test_a_process_id_of_more_than_32_bits_is_refused():
+    """TensorPipe aborts at such a number, because its process ids have 32 bits."""
     address = number(4096)
     assert tensorpipe.read_memory_address(b"\xb9\x02" + number(1000) + address) == 1000
     for process in (b"\x83" + struct.pack("<Q", 1000), number(1 << 31)):
@@ -116,7 +116,7 @@ def test_the_answer_is_rewritten_and_nothing_else():
 
 @given(st.integers(0, len(ANSWER) - 1), st.integers(0, 255))
 def test_an_altered_answer_is_refused_or_still_names_one_address(position, value):
-    """Fail closed: whatever is changed in it, it is not understood, or its parts are what they were."""
+    """For any change the answer is refused, or its parts are unchanged."""
     altered = ANSWER[:position] + bytes([value]) + ANSWER[position + 1 :]
     try:
         answer = tensorpipe.read_answer(altered)
@@ -186,7 +186,7 @@ def test_a_tensor_passes_in_pieces_once_it_was_announced():
 
 
 @pytest.mark.parametrize("kernel", ["with filters", "without filters"])
-def test_a_listener_is_closed_to_everybody_but_one(kernel, monkeypatch):
+def test_a_listener_accepts_only_one_peer(kernel, monkeypatch):
     if kernel == "without filters":
         monkeypatch.setattr(loopback, "_accept_only_from", _not_permitted)
     with socket.create_server(("127.0.0.1", 0)) as listener:

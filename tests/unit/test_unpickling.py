@@ -1,4 +1,4 @@
-"""What another Python may send for the same words, and what nobody may."""
+"""Messages of other Python versions are read, and everything else is refused."""
 
 import io
 import pickle
@@ -14,7 +14,7 @@ WELL_FORMED = protocol.Push.is_well_formed
 
 
 class _Attribute:
-    """Pickled as a call of getattr, as some Pythons do with members of an enumeration."""
+    """Is pickled as a call of getattr, as some Python versions do with enum members."""
 
     def __init__(self, owner, name):
         self.owner, self.name = owner, name
@@ -31,14 +31,14 @@ def unpickled(value):
 
 
 @pytest.mark.parametrize("member", [*protocol.Verdict, *protocol.Staleness])
-def test_members_arrive_however_they_are_pickled(member):
+def test_enum_members_of_every_python_are_read(member):
     assert unpickled(member) is member
     assert unpickled(_Attribute(type(member), member.name)) is member
 
 
 @ROLES
 def test_no_message_changes_a_class(role):
-    """``BUILD`` sets attributes of whatever is on the stack, a class among them."""
+    """``BUILD`` sets attributes of the object on the stack, which can be a class."""
     name = b"cringmaster_dist.protocol\nPush\n"
     message = name + b"(N}S'is_well_formed'\nNstb."
     assert pickle.loads(message) is protocol.Push  # it is a message, and does what it says
@@ -54,7 +54,7 @@ def test_no_message_changes_a_class(role):
 
 
 @pytest.mark.parametrize("name", ["__class__", "mro", "_member_map_", "accepted"])
-def test_nothing_else_is_got_from_them(name):
+def test_no_other_attribute_of_an_enum_is_read(name):
     with pytest.raises(pickle.UnpicklingError, match="refused"):
         unpickled(_Attribute(protocol.Verdict, name))
 
@@ -72,7 +72,7 @@ def test_nothing_else_is_got_from_them(name):
         b"\x80\x04",
     ],
 )
-def test_a_message_that_costs_more_than_it_is_worth_is_refused(role, message):
+def test_a_message_that_costs_too_much_is_refused(role, message):
     with pytest.raises(pickle.UnpicklingError, match="refused"):
         role(io.BytesIO(message)).load()
 

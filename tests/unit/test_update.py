@@ -1,4 +1,4 @@
-"""The flat layout and the batched update, against a loop over parameters."""
+"""The flat layout and the batched update, compared with a loop over parameters."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ UNEQUAL = {"matrix": (1.0, 0.1), "embedding": (50.0, 0.0), "output": (0.2, 0.3),
 @pytest.mark.parametrize("radius_and_decay", [PLAIN, dict.fromkeys(ROLES, (1.0, 0.1)), UNEQUAL])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("geometry", GEOMETRY_MAPS)
-def test_equals_a_loop_over_parameters(geometry, nesterov, radius_and_decay):
+def test_the_update_equals_a_loop_over_parameters(geometry, nesterov, radius_and_decay):
     roles = GEOMETRY_MAPS[geometry]
     layout = Layout(PARAMETERS, {role: Norm(roles[role], *radius_and_decay[role]) for role in ROLES})
     update = Update(layout, dtype=torch.float64, nesterov=nesterov, orthogonalization="exact")
@@ -57,7 +57,7 @@ def test_equals_a_loop_over_parameters(geometry, nesterov, radius_and_decay):
 
 
 def test_a_step_is_as_long_as_its_radius_in_its_norm():
-    """The oracle of ``max |x_b| / radius_b``: every block moves to the edge of its own ball."""
+    """By the oracle of ``max |x_b| / radius_b`` every block moves to the boundary of its own ball."""
     norms = {role: Norm(GEOMETRY_MAPS["scion"][role], UNEQUAL[role][0]) for role in ROLES}
     layout = Layout(PARAMETERS, norms)
     x, m, g = torch.zeros(3, layout.size, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_radii_of_one_change_no_bit_and_other_radii_the_fingerprint():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_deterministic_and_in_place(dtype):
+def test_the_update_is_deterministic_and_in_place(dtype):
     layout = Layout(PARAMETERS, {role: Norm(name, 1.0, 0.1) for role, name in GEOMETRY_MAPS["muon"].items()})
     x, g = torch.randn(2, layout.size, dtype=dtype)
     results = []
@@ -104,7 +104,7 @@ def test_deterministic_and_in_place(dtype):
 
 
 class LargestAllocation(TorchDispatchMode):
-    """Watches every operation for the largest tensor it makes."""
+    """Records the largest tensor that any operation makes."""
 
     elements = 0
 
@@ -163,6 +163,6 @@ def test_layout_order_views_and_fingerprint():
         ([Parameter("a", (2,))], {"matrix": "nuclear"}, "nuclear"),
     ],
 )
-def test_layout_refuses_nonsense(parameters, geometry, message):
+def test_impossible_layouts_are_refused(parameters, geometry, message):
     with pytest.raises(ValueError, match=message):
         Layout(parameters, geometry)

@@ -1,4 +1,4 @@
-"""The page of a run that goes on: what is served, to whom, and what happens before there is anything to see."""
+"""The live page of a run: what it serves, to which clients, and what it shows before the run has files."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ def get(watcher, path="", **headers):
         return answer.read().decode()
 
 
-def test_it_waits_for_something_to_see_and_follows_it(watcher, tmp_path):
+def test_the_page_waits_for_files_and_follows_them(watcher, tmp_path):
     assert "nothing to show yet" in get(watcher)
     with pytest.raises(urllib.error.HTTPError, match="503"):
         get(watcher, "data.json")
@@ -38,17 +38,17 @@ def test_it_waits_for_something_to_see_and_follows_it(watcher, tmp_path):
     assert 'data-refresh="2"' in get(watcher)
 
 
-def test_it_serves_nothing_else(watcher):
+def test_the_server_serves_only_the_page(watcher):
     for path in ("config.yaml", "../token", "%2e%2e/token"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(watcher, path)
     with pytest.raises(urllib.error.HTTPError, match="501"):
         urllib.request.urlopen(urllib.request.Request(watcher.url, data=b"x", method="POST"), timeout=10)
-    with pytest.raises(urllib.error.HTTPError, match="403"):  # a name that somebody else has pointed here
+    with pytest.raises(urllib.error.HTTPError, match="403"):  # DNS rebinding: a foreign name for this machine
         get(watcher, Host="evil.example:80")
 
 
-def test_mistakes_are_told_in_one_line(tmp_path, capsys):
+def test_mistakes_are_reported_in_one_line(tmp_path, capsys):
     run = make(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -66,7 +66,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys):
 
 
 def test_idle_connections_are_closed_and_do_not_pile_up(watcher, monkeypatch):
-    """Three hundred that ask for nothing: at most so many threads as are allowed, and then the page is there again."""
+    """Three hundred connections send nothing. The number of threads stays within its limit, and afterwards the page
+    works again."""
     monkeypatch.setattr("ringmaster_dist.observe.watch._Handler.timeout", 0.3)
     host, port = watcher.url.removeprefix("http://").rstrip("/").split(":")
     before = threading.active_count()

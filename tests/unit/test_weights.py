@@ -1,4 +1,4 @@
-"""Weights by name in files: of this version, of earlier ones, and of other programs."""
+"""Files of weights by name: of this version, of earlier versions, and of other programs."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_a_file_holds_the_tensors_and_the_number_of_updates(tmp_path):
 
 
 @pytest.mark.parametrize("metadata", [None, {"version": "a few"}])
-def test_a_file_of_another_program_has_no_number(metadata, tmp_path):
+def test_a_file_of_another_program_has_no_number_of_updates(metadata, tmp_path):
     save_file({"w": torch.zeros(2)}, tmp_path / "a.safetensors", metadata=metadata)
     assert weights.read(tmp_path / "a.safetensors")[1] is None
 
@@ -42,7 +42,7 @@ def test_the_order_in_a_file_does_not_matter(tmp_path):
 
 
 def test_exports_of_version_0_2_are_read(tmp_path):
-    """They have the number of updates as a tensor, and nothing but the parameters."""
+    """They have the number of updates as a tensor, and otherwise only the parameters."""
     file = tmp_path / "weights.safetensors"
     save_file({"x": torch.arange(5.0, dtype=torch.float64), "version": torch.tensor(12)}, file)
     (tmp_path / "weights.yaml").write_text(annotated(compose(["problem.dim=5"])))
