@@ -22,8 +22,8 @@ MISTAKE = 2  # the exit code for a user's mistake, which a restart does not repa
 _RESTART_SECONDS = 0.5
 _QUICK_DEATH_SECONDS, _MOST_QUICK_DEATHS = 10.0, 3
 # The fork server imports these. It ignores a name that it cannot import, so a test checks them.
-PRELOADED = ["ringmaster_dist.runtime.server_process", "ringmaster_dist.transport.star",
-              "ringmaster_dist.worker.__main__"]  # fmt: skip
+PRELOADED = ["ringmaster_dist.runtime.server_process", "ringmaster_dist.transport.client",
+              "ringmaster_dist.transport.host", "ringmaster_dist.worker.__main__"]  # fmt: skip
 
 
 def prepare_fork_server() -> None:
