@@ -13,8 +13,6 @@ import torch
 from ringmaster_dist.buffers import Buffers
 from ringmaster_dist.protocol import Snapshot
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class Wire(NamedTuple):
     """Types on the wire; None: the type the problem computes in."""
