@@ -66,7 +66,7 @@ def run(quick: bool, as_json: bool) -> None:
 def measure(name: str, layout: Layout, rate: float | None) -> dict[str, Any]:
     """``rate`` of pushes per second; None: that of the service without a wire."""
     core = ServerCore(torch.zeros(layout.size), Method(Constant(1e-3, 0.05, 64)), Update(layout))
-    service = Service(core, Settings("", "", "", 1e12, 1e12, 1e12), _Journal())
+    service = Service(core, Settings("", "", "", 1e12, 1e12, 1e12, max_invalid=10), _Journal())
     sessions = [service.join(JoinRequest(PROTOCOL_VERSION, "", -1)).wait().session for _ in range(_WORKERS)]
     gradient, metrics = torch.randn(layout.size), Metrics(layout, 0)
     sequence = iter(range(1 << 60))

@@ -103,8 +103,8 @@ class Host:
     """
 
     def __init__(
-        self, handlers: surface.Handlers, host: str, port: int, *, token: str, tensor_bytes: int, threads: int = 16,
-        timeout: float = 60.0, tls: bool = True, handshake_seconds: float = 5.0,
+        self, handlers: surface.Handlers, host: str, port: int, *, token: str, tensor_bytes: int, threads: int,
+        timeout: float, tls: bool = True, handshake_seconds: float,
     ) -> None:  # fmt: skip
         check_assumptions()
         if tls:

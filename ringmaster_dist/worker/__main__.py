@@ -15,6 +15,7 @@ quiet_environment()
 
 from ringmaster_dist.config.build import explain_difference  # noqa: E402
 from ringmaster_dist.config.errors import UserError  # noqa: E402
+from ringmaster_dist.config.schema import ServerConfig  # noqa: E402
 from ringmaster_dist.config.secret import given_token  # noqa: E402
 from ringmaster_dist.logs import log_as_told  # noqa: E402
 from ringmaster_dist.transport.addresses import split  # noqa: E402
@@ -57,8 +58,7 @@ def main(argv: list[str]) -> int:
     try:
         given = parse(argv)
         token = _token(given)
-        seconds = {name: float(given.get(name, default)) for name, default in
-                   (("connect_seconds", 10), ("call_seconds", 60), ("patience_seconds", 180))}  # fmt: skip
+        seconds = {name: float(given.get(name, getattr(ServerConfig, name))) for name in _KEYS if "seconds" in name}
         slot = int(given.get("slot", -1))
         tls = _true_or_false("tls", given.get("tls", "true"))
     except (ValueError, UserError) as error:
@@ -69,8 +69,7 @@ def main(argv: list[str]) -> int:
 
 def work(
     server: str | Callable[[], str], token: str, make: Callable[..., Job] = make_job, /, *, slot: int = -1,
-    tls: bool = True, target: str = "", connect_seconds: float = 10.0, call_seconds: float = 60.0,
-    patience_seconds: float = 180.0,
+    tls: bool = True, target: str = "", connect_seconds: float, call_seconds: float, patience_seconds: float,
 ) -> int:  # fmt: skip
     """Works until the run is over; returns the exit code. ``server`` is an address, @FILE, or who knows one."""
     keep_memory()

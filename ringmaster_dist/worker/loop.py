@@ -97,7 +97,7 @@ class Worker:
         *,
         token: str,
         slot: int = -1,
-        patience_seconds: float = 60.0,
+        patience_seconds: float,
         explain: Callable[[str, str], str] = lambda mine, servers: f"fingerprint {mine}, the server's {servers}",
     ) -> None:
         self._connect, self._unreachable, self._make_job = connect, unreachable, make_job

@@ -1,11 +1,13 @@
 """Configuration: everything composes, everything wrong is told in one line."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+import ringmaster_dist
 from ringmaster_dist.algorithm.geometry import COEFFICIENTS, ORTHOGONALIZATIONS
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
@@ -74,6 +76,14 @@ def test_a_file_comments_every_key_and_repeats_no_default(path):
     for key, value in flat({group: written} if group else written).items():
         differs = value != OmegaConf.select(OmegaConf.create(defaults), key) or OmegaConf.select(train, key) is not None
         assert differs or key == f"{group}.name", f"{key} is the default"
+
+
+def test_no_module_repeats_a_default_of_the_server():
+    """A second value would hide that the configuration was not passed on. Zero is the value of a count at its start."""
+    names = "|".join(name.partition(".")[2] for name in KEYS if re.match(r"server\.(\w+_seconds|max_invalid)$", name))
+    for path in Path(ringmaster_dist.__file__).parent.rglob("*.py"):
+        if path.parent.name != "config":
+            assert re.findall(rf"\b(?:{names}): \w+ = (?!0\.0\b)[\d.]+", path.read_text()) == [], path
 
 
 def flat(tree, prefix=""):

@@ -48,7 +48,7 @@ class Stage:
         if state is not None:
             core.load_state_dict(state)
             core.begin_term()
-        defaults = {"max_updates": 1000, "max_seconds": 1000.0, "lease_seconds": 10.0}
+        defaults = {"max_updates": 1000, "max_seconds": 1000.0, "lease_seconds": 10.0, "max_invalid": 10}
         given = Settings(config_text="x: 1", fingerprint="f", token="secret", **(defaults | settings))
         self.service = Service(core, given, self.notes, state=state, clock=lambda: self.time)
 
