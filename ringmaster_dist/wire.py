@@ -12,8 +12,6 @@ import torch
 
 from ringmaster_dist.buffers import Buffers
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class Wire(NamedTuple):
     """The dtypes on the wire. None stands for the dtype that the problem computes in."""

@@ -21,6 +21,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ringmaster_dist.algorithm.names import GEOMETRIES as GEOMETRIES
+from ringmaster_dist.algorithm.names import ORTHOGONALIZATIONS as ORTHOGONALIZATIONS
+
 Coefficients = Sequence[tuple[float, float, float]]
 
 POLAR_EXPRESS: Coefficients = (
@@ -33,8 +36,6 @@ POLAR_EXPRESS: Coefficients = (
 JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 
 COEFFICIENTS: dict[str, Coefficients] = {"polar_express": POLAR_EXPRESS, "jordan": JORDAN}
-ORTHOGONALIZATIONS = (*COEFFICIENTS, "exact")
-GEOMETRIES = ("spectral", "euclidean", "sign", "column", "row", "none")
 
 _NORM_FLOOR = 1e-7  # it is added to the Frobenius norm before the iterations, as in Muon
 _GRAM_ASPECT = 1.5  # the Gram path needs less arithmetic from c = cols / rows = 1.5 on: 10 c + 5 > 17 + 2 c

@@ -98,11 +98,13 @@ def serve(
     update = Update(layout) if updates else NoArithmetic(layout)
     method = Method(Constant(1e-6, 0.05, threshold))
     core = ServerCore(torch.zeros(layout.size), method, update, wire.gradient_dtype)
+    never = float("inf")
     settings = Settings(
-        "", "", _TOKEN, max_updates=float("inf"), max_seconds=float("inf"), lease_seconds=600.0, wire=wire
+        "", "", _TOKEN, max_updates=never, max_seconds=never, lease_seconds=600.0, max_invalid=10, wire=wire
     )
     service = Service(core, settings, NoJournal())
-    hosted = Host(service, host, 0, token=_TOKEN, tensor_bytes=4 * layout.size, tls=tls)
+    hosted = Host(service, host, 0, token=_TOKEN, tensor_bytes=4 * layout.size, tls=tls, threads=16, timeout=60.0,
+                  handshake_seconds=5.0)  # fmt: skip
     service.start()
     print(hosted.address, flush=True)
     signal.pause()

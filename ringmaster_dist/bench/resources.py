@@ -123,7 +123,7 @@ def overhead(quick: bool, as_json: bool) -> None:
 def _overhead_row(name: str, layout: Layout, rate: float | None) -> dict[str, Any]:
     """``rate`` is in pushes per second. None is the rate of the service without a network."""
     core = ServerCore(torch.zeros(layout.size), Method(Constant(1e-3, 0.05, 64)), Update(layout))
-    service = Service(core, Settings("", "", "", 1e12, 1e12, 1e12), NoJournal())
+    service = Service(core, Settings("", "", "", 1e12, 1e12, 1e12, max_invalid=10), NoJournal())
     sessions = [service.join(JoinRequest(PROTOCOL_VERSION, "", -1)).wait().session for _ in range(_WORKERS)]
     gradient, metrics = torch.randn(layout.size), Metrics(layout, 0)
     sequence = iter(range(1 << 60))

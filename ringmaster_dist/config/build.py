@@ -26,7 +26,7 @@ from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.weights import INITIAL
-from ringmaster_dist.wire import DTYPES, Wire
+from ringmaster_dist.wire import Wire
 
 if TYPE_CHECKING:
     from ringmaster_dist.problems.nanochat.model import NanoChatConfig
@@ -152,8 +152,7 @@ def build_schedule(config: Config) -> Schedule:
         )
         schedule = theory(constants)
     else:
-        assert method.beta is not None
-        threshold = method.threshold if isinstance(method.threshold, int) else math.inf  # auto is the method's affair
+        threshold = method.threshold if isinstance(method.threshold, int) else math.inf  # auto: the method sets it
         schedule = Constant(method.eta, 1.0 - method.beta, threshold)
     updates = config.budget.updates or 0
     warmup = method.warmup_updates or round(method.warmup * updates)
@@ -192,10 +191,11 @@ def build_layout(config: Config, problem: Problem) -> Layout:
 
 
 def build_wire(config: Config) -> Wire:
-    return Wire(
-        DTYPES[config.wire.gradient_dtype] if config.wire.gradient_dtype else None,
-        DTYPES[config.wire.iterate_dtype] if config.wire.iterate_dtype else None,
-    )
+    return Wire(_dtype(config.wire.gradient_dtype), _dtype(config.wire.iterate_dtype))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
 
 
 def build_core(config: Config, problem: Problem, run: Path | None = None) -> ServerCore:
@@ -206,7 +206,7 @@ def build_core(config: Config, problem: Problem, run: Path | None = None) -> Ser
         dtype=problem.dtype,
         nesterov=config.method.nesterov,
         orthogonalization=config.geometry.orthogonalization,
-        precision=DTYPES[config.geometry.precision] if config.geometry.precision else None,
+        precision=_dtype(config.geometry.precision),
     )
     initial = problem.initial(config.run.seed)
     if run is not None and config.init:

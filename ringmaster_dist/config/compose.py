@@ -1,7 +1,8 @@
 """From override strings to a typed, validated `Config`.
 
-Hydra composes; this module finds the configs (inside the installed package, else in the repository), turns
-Hydra's errors into one line each, and converts once. Below here nobody sees a DictConfig.
+Hydra composes the defaults of the schema, the files in configs/ and the overrides. This module turns Hydra's errors
+into one line each, leaves out the keys that the chosen method, problem or command does not have, and converts to
+dataclasses once. No room below `runtime` sees a DictConfig.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.schema import Config
-from ringmaster_dist.config.steps import suggested_eta
-from ringmaster_dist.config.validate import validate
+from ringmaster_dist.config.schema import KEYS, Config, suggested_eta
+from ringmaster_dist.config.validate import refusal, validate
 
 _MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")
 _MAY_NOT = ("cluster.batch", "cluster.threads", "server.compute_threads")  # the bits depend on these
@@ -54,9 +56,13 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     # What a problem of the user's own takes is not known here: any key is allowed there.
     overrides = [f"++{word}" if word.startswith("problem.args.") else word for word in overrides]
     try:
-        return _completed(_compose(overrides, name))
+        composed = _compose(overrides, name)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, overrides, name)) from error
+    unknown = _unknown_key(overrides, composed, name)
+    if unknown:
+        raise UserError(unknown)
+    return _completed(composed)
 
 
 def load(overrides: Sequence[str]) -> Config:
@@ -73,7 +79,7 @@ def from_yaml(text: str) -> Config:
 
 
 def _completed(composed: DictConfig) -> DictConfig:
-    """With a step size where none was given."""
+    """The same configuration, with a step size if none was given."""
     method = composed.method
     if method.get("eta") is None:
         method.eta = suggested_eta(composed.problem.name, composed.geometry.name, method.name)
@@ -138,9 +144,10 @@ def _check_schedule(directory: Path, before: DictConfig, composed: DictConfig) -
 def same_run(directory: Path, composed: DictConfig) -> None:
     """Raises `UserError` where the run in a directory was begun with what may not change when it goes on."""
     before = _load(directory / "config.yaml")
-    schema = OmegaConf.structured(Config)  # fills in the keys that an earlier version did not write
+    # The schema fills in the keys that an earlier version did not write.
     then, now = (
-        cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(schema, config))) for config in (before, composed)
+        cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(_schema(), config)))
+        for config in (before, composed)
     )
     for section in set(then) | set(now):
         old, new = then.get(section, {}), now.get(section, {})
@@ -167,7 +174,7 @@ def begun_from(directory: Path) -> str | None:
 
 def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:
     try:
-        typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+        typed = OmegaConf.to_object(OmegaConf.merge(_schema(), composed))
     except OmegaConfBaseException as error:
         raise UserError(_where(error, composed)) from error
     assert isinstance(typed, Config)
@@ -175,15 +182,22 @@ def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:
     return typed
 
 
+def _schema() -> DictConfig:
+    schema: DictConfig = OmegaConf.structured(Config)
+    schema.method.threshold = schema.method.batch = None  # a method that has one of them says so
+    return schema
+
+
 def _where(error: OmegaConfBaseException, composed: DictConfig) -> str:
-    """The key that is wrong and why."""
-    if error.full_key:
+    """The key that has a value of the wrong type, and what it takes."""
+    key = (error.full_key or "").partition("[")[0]
+    if key in KEYS and not isinstance(error, InterpolationResolutionError):
+        return refusal(key, OmegaConf.select(composed, key), KEYS[key])
+    if key:
         return f"{error.full_key}: {_first_line(error)}"
-    schema = _flat(OmegaConf.to_container(OmegaConf.structured(Config)))
-    parents = {key.rpartition(".")[0] for key in schema} - {""}
-    for key in _flat(OmegaConf.to_container(composed)):
-        if key in parents and not OmegaConf.is_config(OmegaConf.select(composed, key)):
-            inner = [name for name in schema if name.rpartition(".")[0] == key]
+    for key in KEYS:
+        inner = [name for name in KEYS if name.rpartition(".")[0] == key]
+        if inner and not OmegaConf.is_config(OmegaConf.select(composed, key, default=composed)):
             return f"{key} has keys of its own and takes no value: {', '.join(inner)}"
     return _first_line(error)
 
@@ -205,38 +219,69 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _compose(overrides: Sequence[str], name: str) -> DictConfig:
+    """What Hydra composes, without the keys that do not exist for these choices and this command."""
+    _store_defaults()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return hydra_compose(name, overrides=list(overrides))
+        composed = hydra_compose(name, overrides=list(overrides))
+    known = _known_keys(composed, name)
+    with open_dict(composed):
+        for key in KEYS:
+            section, _, last = key.rpartition(".")
+            parent = OmegaConf.select(composed, section) if section else composed
+            if key not in known and isinstance(parent, DictConfig):
+                parent.pop(last, None)
+    return composed
+
+
+@cache
+def _store_defaults() -> None:
+    """Gives Hydra the schema under the name ``base``: all keys with their defaults, and the default of each group."""
+    defaults = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.structured(Config)))
+    choices = [{group: keys["name"]} for group, keys in defaults.items() if isinstance(keys, dict) and "name" in keys]
+    ConfigStore.instance().store("base", {"defaults": ["_self_", *choices], **defaults})
+
+
+def _known_keys(composed: DictConfig, name: str) -> list[str]:
+    """The sections and keys that exist for these choices and this command."""
+    command = _command(name)
+    choices = {group: str(composed[group].name) for group in groups() if group in composed}
+    return [key for key, declared in KEYS.items() if declared.exists(choices.get(key.partition(".")[0], ""), command)]
+
+
+def _command(name: str) -> str:
+    return "train" if name == "train" else "simulate"
 
 
 def _explain(error: Exception, overrides: Sequence[str], name: str) -> str:
+    """Why Hydra refused: a choice or a key that does not exist, else what Hydra says."""
     known_groups = groups()
     choices = []
     for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        if key in known_groups:
-            if value not in known_groups[key]:
-                options = known_groups[key]
-                return f"{override}: there is no such {key}{_hint(value, options)}known: {', '.join(options)}"
+        group, _, choice = override.lstrip("+").partition("=")
+        if group in known_groups:
+            options = known_groups[group]
+            if choice not in options:
+                return f"{override}: there is no such {group}{_hint(choice, options)}known: {', '.join(options)}"
             choices.append(override)
-    keys = _flat(OmegaConf.to_container(_compose(choices, name)))
+    return _unknown_key(overrides, _compose(choices, name), name) or _first_line(error)
+
+
+def _unknown_key(overrides: Sequence[str], composed: DictConfig, name: str) -> str:
+    """A line about the first override of a key that does not exist here; empty if there is none."""
+    known, known_groups = _known_keys(composed, name), groups()
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
-        if key not in keys and key not in known_groups:
-            section = key.rpartition(".")[0]
-            siblings = [k for k in keys if k.rpartition(".")[0] == section]
-            chosen = next((c for c in choices if c.startswith(f"{section}=")), "")
-            where = f" with {chosen}" if chosen else ""
-            listing = f"known: {', '.join(k.rpartition('.')[2] for k in siblings)}" if siblings else ""
-            return f"{key}: there is no such key{where}{_hint(key, keys)}{listing}"
-    return _first_line(error)
-
-
-def _flat(tree: Any, prefix: str = "") -> list[str]:
-    if not isinstance(tree, dict):
-        return [prefix]
-    inner = [_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()]
-    return ([prefix] if prefix else []) + list(itertools.chain.from_iterable(inner))
+        if key in known or key in known_groups or (key.startswith("problem.args.") and "problem.args" in known):
+            continue
+        declared, section, group = KEYS.get(key), key.rpartition(".")[0], key.partition(".")[0]
+        if declared is not None and declared.command not in ("", _command(name)):
+            return f"{key}: only ringmaster {declared.command} has this key"
+        where = f" with {group}={composed[group].name}" if group in known_groups else ""
+        hint = _hint(key, known) if declared is None else "; "
+        siblings = [other.removeprefix(f"{section}.") for other in known if other.rpartition(".")[0] == section]
+        listing = f"known: {', '.join(siblings)}" if siblings else ""
+        return f"{key}: there is no such key{where}{hint}{listing}".rstrip("; ")
+    return ""
 
 
 def _hint(word: str, candidates: Sequence[str]) -> str:

@@ -1,219 +1,340 @@
-"""The configuration as dataclasses. Names and meaning are in configs/; what is allowed is in `validate`."""
+"""The configuration as dataclasses. Each key has its type, default, sentence and range here, and nowhere else.
+
+The files in configs/ choose among these keys and hold only what differs from the defaults. A key with ``only`` exists
+for some choices of its group, one with ``command`` for one command. Checks that concern several keys are in `validate`.
+"""
+
+# ruff: noqa: RUF009  (key and section return fields)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from omegaconf import MISSING
+
+from ringmaster_dist.algorithm.names import GEOMETRIES, METHODS, ORTHOGONALIZATIONS
+from ringmaster_dist.config.keys import all_keys, key, section
+from ringmaster_dist.profiles import PROFILES
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_NANOCHAT, _WANDB = ("nanochat",), ("wandb", "wandb_offline")
+_CONSTANT_MOMENTUM = tuple(name for name in METHODS if name != "ringmaster_agnostic")
+_OLD_RUNS = ("version 0.2",)  # no choice has this name: such keys are only read, from the directories of old runs
 
 
-@dataclass
-class ProblemConfig:
-    name: str = "quadratic"
-    dim: int = 1729
-    noise: float = 0.01
-    batch: int = 4
-    micro_batch: int | None = None
-    validation_rows: int = 32
-    final_tokens: int | None = 131072
-    clip: float | None = None
-    precision: str = "auto"
-    attention: str = "auto"
-    compile: bool = False
-    target: str | None = None
-    args: dict[str, Any] = field(default_factory=dict)
+def _name(default: str, group: str, one_of: tuple[str, ...] = ()) -> Any:
+    return key(default, f"This is the name of the file. Choose another with {group}=NAME, not here.", one_of=one_of)
 
 
-@dataclass
-class ModelConfig:
-    name: str = "nanochat_tiny"
-    n_layer: int = 4
-    n_head: int = 2
-    n_kv_head: int = 2
-    n_embd: int = 64
-    vocab_size: int = 1024
-    sequence_len: int = 128
-    window_pattern: str = "SSSL"
-
-
-@dataclass
-class DataConfig:
-    name: str = "stdlib"
-    path: str | None = None
-    shards: int = 10
-    url: str = ""
-    cache: str | None = None
-
-
-@dataclass
-class EvalConfig:
-    every: int = 100
-
-
-@dataclass
-class ConstantsConfig:
-    smoothness: float | None = None
-    generalized_smoothness: float = 0.0
-    noise: float | None = None
-    norm_ratio: float = 1.0
-    initial_gap: float | None = None
-
-
-@dataclass
-class MethodConfig:
-    """The union of what the methods need; each method's file has its own keys only."""
-
-    name: str = "ringmaster"
-    eta: float = 0.2
-    threshold: int | str | None = None  # a number, or auto
-    batch: int | None = None
-    beta: float | None = None
-    schedule: str = "constant"
-    constants: ConstantsConfig = field(default_factory=ConstantsConfig)
-    smoothness: str = "classical"
-    l1: float | None = None
-    nesterov: bool = True
-    interrupt: bool = True
-    weight_decay: float = 0.0
-    warmup: float = 0.0
-    decay: float = 0.0
-    final_eta_fraction: float = 0.0
-    warmup_updates: int = 0  # these two only in runs of version 0.2 and before: warmup and decay as numbers of updates
-    decay_updates: int = 0
-
-
-@dataclass
-class RadiusConfig:
-    matrix: float = 1.0
-    embedding: float = 1.0
-    output: float = 1.0
-    scalar: float = 1.0
-
-
-@dataclass
-class RoleDecayConfig:
-    """None: method.weight_decay."""
-
-    matrix: float | None = None
-    embedding: float | None = None
-    output: float | None = None
-    scalar: float | None = None
-
-
-@dataclass
-class GeometryConfig:
-    name: str = "muon"
-    matrix: str = "spectral"
-    embedding: str = "none"
-    output: str = "none"
-    scalar: str = "none"
-    radius: RadiusConfig = field(default_factory=RadiusConfig)
-    weight_decay: RoleDecayConfig = field(default_factory=RoleDecayConfig)
-    orthogonalization: str = "polar_express"
-    precision: str | None = None
-
-
+# fmt: off
 @dataclass
 class PhaseConfig:
-    start_seconds: float = 0.0
-    rate: float = 1.0
-    workers: list[int] | None = None
+    start_seconds: float = key(0.0, "The phase begins at this time of the simulation.", least=0)
+    rate: float = key(1.0, "Workers compute at this multiple of their usual speed; 0 stops them.", least=0)
+    workers: list[int] | None = key(None, "These workers change; null means all of them.")
 
 
 @dataclass
 class ClusterConfig:
-    workers: int = 64
-    local_workers: int | None = None
-    profile: str = "linear"
-    unit_seconds: float = 1.0
-    profile_file: str | None = None
-    times: list[float] | None = None
-    batch: list[int] | None = None
-    jitter: float = 0.05
-    threads: int = 1
-    phases: list[PhaseConfig] = field(default_factory=list)
+    workers: int = key(64, "This many workers compute gradients. A real run waits for them to join.", least=1)
+    profile: str = key(
+        "linear", "The workers are this unequal. file takes measured times; none, in real runs only, sets no pace.",
+        one_of=(*PROFILES, "file", "none"))
+    profile_file: str | None = key(
+        None, "With profile=file, its times are dealt to the workers in turn. ringmaster profile writes such a file.")
+    times: list[float] | None = key(
+        None, "With profile=file, these are the times, such as [0.5, 2.0]; null reads them from profile_file.", above=0)
+    unit_seconds: float = key(
+        1.0, "The unit worker needs this long for a gradient. With profile=gpus it is the A100.", above=0)
+    jitter: float = key(
+        0.05, "The time of a gradient has half-normal noise of this fraction of the worker's own time.", least=0)
+    batch: list[int] | None = key(
+        None, "These rows per gradient, such as [8, 4], are dealt to the workers of a real NanoChat run in turn; null "
+        "means problem.batch for all.", least=1)
+    threads: int = key(1, "A worker uses this many torch threads. The bits of a gradient depend on it.", least=1)
+    phases: list[PhaseConfig] = key(
+        [], "The speed of simulated workers changes, such as [{start_seconds: 100, rate: 0, workers: [0, 1]}].")
+    local_workers: int | None = key(
+        None, "This machine starts this many of the workers; null starts all. The others come from elsewhere.",
+        least=0, command="train")
 
 
 @dataclass
 class BudgetConfig:
-    updates: int | None = None
-    seconds: float | None = None
+    updates: int | None = key(None, "The run stops after this many updates; null sets no limit.", least=1)
+    seconds: float | None = key(
+        None, "The run stops after this many seconds; null sets no limit. The limit that is reached first counts.",
+        above=0)
 
 
 @dataclass
 class RunConfig:
-    dir: str | None = None
-    seed: int = 0
-    overwrite: bool = False
-    trace: bool = True
-    samples: int = 200
-    report: bool = False
+    dir: str | None = key(None, "The run is written here; null means runs/<time>-<problem>-<method>.")
+    seed: int = key(
+        0, "All draws depend on it. A simulation repeats exactly with it; in a real run arrivals differ.", least=0)
+    overwrite: bool = key(False, "true replaces a run that is already in run.dir.")
+    trace: bool = key(True, "trace.jsonl gets a line per arriving gradient; false, in simulations only, leaves it out.")
+    samples: int = key(
+        200, "metrics.jsonl gets this many rows over the budget; in a real run without budget.seconds, per minute.",
+        least=1)
+    report: bool = key(False, "true draws figures and a page into <run.dir>/report at the end.")
 
 
 @dataclass
-class SimulationConfig:
-    engine: str = "auto"
+class EvalConfig:
+    every: int = key(
+        100, "The first row after this many updates is evaluated; if that costs next to nothing, every row.", least=1)
 
 
 @dataclass
-class ServerConfig:
-    host: str = "127.0.0.1"
-    port: int = 0
-    tls: bool = True
-    insecure: bool = False
-    handshake_seconds: float = 5.0
-    start_seconds: float = 30.0
-    lease_seconds: float = 10.0
-    max_invalid: int = 10
-    threads: int = 16
-    compute_threads: int = 1
-    connect_seconds: float = 10.0
-    call_seconds: float = 60.0
-    patience_seconds: float = 180.0
-    farewell_seconds: float = 10.0
+class ProblemConfig:
+    name: str = _name("quadratic", "problem", ("quadratic", "nanochat", "python"))
+    dim: int = key(1729, "The quadratic has this many coordinates.", least=1, only=("quadratic",))
+    noise: float = key(0.01, "The gradient noise has this standard deviation.", least=0, only=("quadratic",))
+    batch: int = key(4, "A gradient takes this many rows of text.", least=1, only=_NANOCHAT)
+    micro_batch: int | None = key(None, "This many rows are computed at once; null takes all.", least=1, only=_NANOCHAT)
+    validation_rows: int = key(
+        32, "An evaluation looks at this many rows, spread over the validation part.", least=1, only=_NANOCHAT)
+    final_tokens: int | None = key(
+        131072, "The final evaluation looks at this many tokens, spread over the validation part; null takes all.",
+        least=1, only=_NANOCHAT)
+    target: str | None = key(
+        None, "This is the factory, as package.module:factory. It is called with seed=, device= and args.",
+        only=("python",))
+    args: dict[str, Any] = key(
+        {}, "The factory gets these arguments by name, such as problem.args.width=64.", only=("python",))
+    clip: float | None = key(
+        None, "A gradient with a larger Euclidean norm is scaled down to this norm; null scales none.", above=0)
+    precision: str = key(
+        "auto", "The model computes in this type. auto means bf16 or fp16 with loss scaling on a GPU, fp32 on a CPU.",
+        one_of=("auto", "float32", "bfloat16", "float16"), only=_NANOCHAT)
+    attention: str = key(
+        "auto", "Windowed layers use this attention. auto means flex attention on a GPU and SDPA on a CPU.",
+        one_of=("auto", "sdpa"), only=_NANOCHAT)
+    compile: bool = key(False, "true compiles the model with torch.compile.", only=_NANOCHAT)
 
 
 @dataclass
-class WireConfig:
-    gradient_dtype: str | None = None
-    iterate_dtype: str | None = None
+class ModelConfig:
+    name: str = _name("nanochat_tiny", "model")
+    n_layer: int = key(4, "The model has this many blocks.", least=1)
+    n_head: int = key(2, "A block has this many query heads.", least=1)
+    n_kv_head: int = key(2, "A block has this many key-value heads.", least=1)
+    n_embd: int = key(64, "The model is this wide.", least=32)
+    vocab_size: int = key(
+        1024, "The tokenizer has this many entries; 260 are the bytes and the special tokens.", least=260, most=65536)
+    sequence_len: int = key(128, "The context is this many tokens long.", least=1)
+    window_pattern: str = key(
+        "SSSL", "S blocks see half the context, L blocks all of it. The pattern is tiled; the last block is always L.")
 
 
 @dataclass
-class CheckpointConfig:
-    every: int | None = 100
-    keep: int = 3
+class DataConfig:
+    name: str = _name("stdlib", "data", ("stdlib", "text", "climbmix"))
+    path: str | None = key(None, "The text is in this file or folder.", only=("text",))
+    shards: int = key(
+        10, "This many of the 6542 training shards are used. Shard 6542, the last, validates.",
+        least=1, most=6542, only=("climbmix",))
+    url: str = key(
+        "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main",
+        "The shards are downloaded from here.", only=("climbmix",))
+    cache: str | None = key(
+        None, "Shards and prepared rows are kept here; null means RINGMASTER_CACHE, else ~/.cache/ringmaster.")
+
+
+@dataclass
+class ConstantsConfig:
+    smoothness: float | None = key(None, "This is L0.", above=0)
+    generalized_smoothness: float = key(0.0, "This is L1.", least=0)
+    noise: float | None = key(None, "This is sigma, of the whole gradient.", least=0)
+    norm_ratio: float = key(1.0, "This is rho, the largest dual norm of a vector of length one.", above=0)
+    initial_gap: float | None = key(None, "This is Delta0 = f(x_0) - f*.", above=0)
+
+
+@dataclass
+class MethodConfig:
+    """The keys of all methods. threshold and batch are None where the method has no such key."""
+
+    name: str = _name("ringmaster", "method", METHODS)
+    eta: float = key(
+        MISSING, "This is the step size; null takes what suits problem and geometry, see docs/choosing.md.", above=0)
+    threshold: int | str | None = key(
+        8, "R: a gradient is accepted if its delay is below R, with 1 only fresh ones. auto adapts R to the workers.",
+        least=1, one_of=("auto",), only=("ringmaster",))
+    batch: int | None = key(8, "B: an update is the mean of this many gradients.", least=1, only=("rennala",))
+    smoothness: str = key(
+        "classical", "classical means L1 = 0; generalized means L1 > 0 and takes eta/17; known takes 1/(17 l1).",
+        one_of=("classical", "generalized", "known"), only=("ringmaster_agnostic",))
+    l1: float | None = key(None, "This is L1, if it is known.", above=0, only=("ringmaster_agnostic",))
+    beta: float = key(0.95, "This is the momentum; 0.95 is usual.", least=0, below=1, only=_CONSTANT_MOMENTUM)
+    schedule: str = key(
+        "constant", "theory takes eta, beta and threshold from method.constants (Theorem 1).",
+        one_of=("constant", "theory"), only=("ringmaster",))
+    constants: ConstantsConfig = section(
+        ConstantsConfig, "method.schedule=theory and ringmaster theory use these.", only=("ringmaster",))
+    nesterov: bool = key(True, "true gives the oracle the looked-ahead momentum.")
+    interrupt: bool = key(True, "true stops work that has become stale; some methods have none.")
+    weight_decay: float = key(
+        0.0, "Each update also shrinks the iterate by eta times this. geometry.weight_decay sets it by role.",
+        least=0)
+    warmup: float = key(0.0, "eta rises linearly over this fraction of budget.updates.", least=0, most=1)
+    decay: float = key(
+        0.0, "eta falls linearly over this last fraction of budget.updates; 0.5 is usual for models.", least=0, most=1)
+    final_eta_fraction: float = key(0.0, "This fraction of eta is left at the end of the decay.", least=0, most=1)
+    warmup_updates: int = key(0, "This is warmup as a number of updates.", only=_OLD_RUNS)
+    decay_updates: int = key(0, "This is decay as a number of updates.", only=_OLD_RUNS)
+
+
+@dataclass
+class RadiusConfig:
+    matrix: float = key(1.0, "Hidden matrices have this radius.", above=0)
+    embedding: float = key(1.0, "Embeddings have this radius.", above=0)
+    output: float = key(1.0, "The output head has this radius.", above=0)
+    scalar: float = key(1.0, "Residual scalars, biases and norm weights have this radius.", above=0)
+
+
+@dataclass
+class RoleDecayConfig:
+    matrix: float | None = key(None, "Hidden matrices have this decay.", least=0)
+    embedding: float | None = key(None, "Embeddings have this decay.", least=0)
+    output: float | None = key(None, "The output head has this decay.", least=0)
+    scalar: float | None = key(None, "Residual scalars, biases and norm weights have this decay.", least=0)
+
+
+@dataclass
+class GeometryConfig:
+    name: str = _name("muon", "geometry")
+    matrix: str = key("spectral", "Hidden matrices, and vectors that stand alone, have this norm.", one_of=GEOMETRIES)
+    embedding: str = key("none", "Token and value embeddings have this norm.", one_of=GEOMETRIES)
+    output: str = key("none", "The output head has this norm.", one_of=GEOMETRIES)
+    scalar: str = key("none", "Residual scalars have this norm.", one_of=GEOMETRIES)
+    radius: RadiusConfig = section(
+        RadiusConfig, "A block moves by eta * radius * oracle. The norm of the whole is the largest |block| / radius.")
+    weight_decay: RoleDecayConfig = section(RoleDecayConfig, "A role can have its own; null means method.weight_decay.")
+    orthogonalization: str = key(
+        "polar_express", "It computes the spectral oracle: polar_express and jordan take five steps, exact a slow SVD.",
+        one_of=ORTHOGONALIZATIONS)
+    precision: str | None = key(
+        None, "The five steps use this type; null means the problem's. bfloat16 is quicker if the processor has it.",
+        one_of=("float64", "float32", "bfloat16"))
 
 
 @dataclass
 class LoggerConfig:
-    name: str = "none"
-    project: str = "ringmaster"
-    entity: str | None = None
-    group: str | None = None
-    run_name: str | None = None
-    tags: list[str] = field(default_factory=list)
-    artifacts: bool = False
-    text: bool = True
-    init_seconds: float = 30.0
-    finish_seconds: float = 30.0
+    name: str = _name("none", "logger", ("none", *_WANDB))
+    project: str = key("ringmaster", "The run belongs to this wandb project.", only=_WANDB)
+    entity: str | None = key(None, "The project belongs to this user or team; null means your default.", only=_WANDB)
+    group: str | None = key(
+        None, "Runs that belong together share this name; null means the folder of a multirun, else none.", only=_WANDB)
+    run_name: str | None = key(None, "The run has this name at wandb; null means that of its directory.", only=_WANDB)
+    tags: list[str] = key([], "The run can be found by these words.", only=_WANDB)
+    artifacts: bool = key(False, "true also uploads checkpoints and the final weights.", only=_WANDB)
+    text: bool = key(True, "true lets a trained NanoChat write a sample at the end.", only=_WANDB)
+    init_seconds: float = key(
+        30.0, "The run continues offline if wandb does not answer for this long.", above=0, only=_WANDB)
+    finish_seconds: float = key(
+        30.0, "The end of the run waits at most this long for the last rows to be handed over.", least=0, only=_WANDB)
+
+
+@dataclass
+class SimulationConfig:
+    engine: str = key(
+        "auto", "core is the server core itself. compiled is quicker in long runs, of the quadratic only.",
+        one_of=("auto", "core", "compiled"))
+
+
+@dataclass
+class ServerConfig:
+    host: str = key(
+        "127.0.0.1", "The server listens on this address. Workers must be able to reach it; only this machine can "
+        "reach the default.")
+    port: int = key(
+        0, "The server listens on this port; 0 takes a free one. <run.dir>/address names it.", least=0, most=65535)
+    tls: bool = key(
+        True, "true encrypts connections, and both ends prove the token; false is for loopback only.")
+    insecure: bool = key(
+        False, "true allows tls=false where other machines can connect. Anyone who listens there can read the token.")
+    handshake_seconds: float = key(5.0, "A new connection has this long to prove the token.", above=0)
+    start_seconds: float = key(
+        30.0, "The first workers wait this long for cluster.workers to join; then the run starts.", least=0)
+    lease_seconds: float = key(10.0, "A worker that is silent for longer than this loses its lease.", above=0)
+    max_invalid: int = key(10, "A worker that sends this many invalid gradients in a row is evicted.", least=1)
+    threads: int = key(16, "This many threads answer workers' calls.", least=2)
+    compute_threads: int = key(1, "An update uses this many torch threads. Its bits depend on it.", least=1)
+    connect_seconds: float = key(10.0, "A worker waits this long for a connection.", above=0)
+    call_seconds: float = key(
+        60.0, "A worker waits this long for an answer, then it asks again. It must be above start_seconds.", above=0)
+    patience_seconds: float = key(180.0, "A worker that has lost the server retries for this long.", above=0)
+    farewell_seconds: float = key(10.0, "The server waits this long for every worker to hear of the end.", above=0)
+
+
+@dataclass
+class WireConfig:
+    gradient_dtype: str | None = key(
+        None, "Gradients are sent in this type; null sends them as they are computed.", one_of=_DTYPES)
+    iterate_dtype: str | None = key(
+        None, "Iterates are sent in this type; null sends them as they are. A worker computes at what arrives.",
+        one_of=_DTYPES)
+
+
+@dataclass
+class CheckpointConfig:
+    every: int | None = key(
+        100, "A checkpoint is written each time this many updates were made; null writes only the last.", least=1)
+    keep: int = key(3, "This many of the newest checkpoints are kept.", least=1)
 
 
 @dataclass
 class Config:
-    problem: ProblemConfig = field(default_factory=ProblemConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    method: MethodConfig = field(default_factory=MethodConfig)
-    geometry: GeometryConfig = field(default_factory=GeometryConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    budget: BudgetConfig = field(default_factory=BudgetConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    simulation: SimulationConfig = field(default_factory=SimulationConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    wire: WireConfig = field(default_factory=WireConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
-    watch: bool = False
-    resume: str | None = None
-    init: str | None = None
+    cluster: ClusterConfig = section(ClusterConfig)
+    budget: BudgetConfig = section(BudgetConfig)
+    run: RunConfig = section(RunConfig)
+    eval: EvalConfig = section(EvalConfig)
+    init: str | None = key(
+        None, "The run begins from these weights: a run's directory, a checkpoint or a safetensors file; see --help.")
+    problem: ProblemConfig = section(ProblemConfig)
+    model: ModelConfig = section(ModelConfig)
+    data: DataConfig = section(DataConfig)
+    method: MethodConfig = section(MethodConfig)
+    geometry: GeometryConfig = section(GeometryConfig)
+    logger: LoggerConfig = section(LoggerConfig)
+    simulation: SimulationConfig = section(SimulationConfig, command="simulate")
+    watch: bool = key(False, "true serves a page on this machine that shows the run while it lasts.", command="train")
+    server: ServerConfig = section(ServerConfig, command="train")
+    wire: WireConfig = section(WireConfig, command="train")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, command="train")
+    resume: str | None = key(
+        None, "The run in this directory is resumed; auto means the run in run.dir, if there is one; see --help.",
+        command="train")
+# fmt: on
+
+
+KEYS = dict(all_keys(Config))  # every section and key by its full name
+
+
+class _Steps(NamedTuple):
+    by_geometry: dict[str, float]  # for the methods that bound the delay, or average
+    factors: dict[str, float]  # for the other methods
+
+
+# The default of method.eta. The quadratic has the paper's; NanoChat has the winners of ``ringmaster experiment steps``
+# and ``radii``. A model of the user's own gets what suited small ones, which is a guess; see docs/choosing.md.
+_STEPS = {
+    "quadratic": _Steps(
+        {"muon": 0.2, "scion": 0.2, "euclidean": 0.2, "sign": 0.005},
+        {"ringmaster_agnostic": 25.0, "delay_adaptive": 0.04, "asynchronous": 0.04},
+    ),
+    "nanochat": _Steps({"muon": 1.0, "scion": 0.01, "euclidean": 0.1, "sign": 0.003}, {"ringmaster_agnostic": 25.0}),
+    "python": _Steps(
+        {"muon": 0.01, "scion": 0.01, "euclidean": 0.01, "sign": 0.001},
+        {"ringmaster_agnostic": 25.0, "delay_adaptive": 0.5, "asynchronous": 0.5},
+    ),
+}
+
+
+def suggested_eta(problem: str, geometry: str, method: str) -> float:
+    """The default of method.eta. A problem or geometry that is not known is refused elsewhere."""
+    steps = _STEPS.get(problem, _STEPS["python"])
+    eta = steps.by_geometry.get(geometry, steps.by_geometry["muon"]) * steps.factors.get(method, 1.0)
+    return float(f"{eta:.6g}")  # without the digits that binary fractions add

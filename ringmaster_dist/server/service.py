@@ -122,9 +122,9 @@ class Settings:
     max_updates: float
     max_seconds: float
     lease_seconds: float
+    max_invalid: int  # a worker that sends this many invalid gradients in a row is evicted
     expected_workers: int = 1  # the run starts when they have joined
     start_seconds: float = 0.0  # or this long after the first joined
-    max_invalid: int = 10  # a worker that sends this many invalid gradients in a row is evicted
     wire: Wire = Wire()  # noqa: RUF009  (immutable)
 
 

@@ -14,6 +14,7 @@ prepare_environment()
 
 
 from ringmaster_dist.config.errors import UserError  # noqa: E402
+from ringmaster_dist.config.schema import ServerConfig  # noqa: E402
 from ringmaster_dist.config.secret import given_token  # noqa: E402
 from ringmaster_dist.logs import log_as_told  # noqa: E402
 from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable  # noqa: E402
@@ -56,8 +57,7 @@ def main(argv: list[str]) -> int:
     try:
         given = parse(argv)
         token = _token(given)
-        seconds = {name: float(given.get(name, default)) for name, default in
-                   (("connect_seconds", 10), ("call_seconds", 60), ("patience_seconds", 180))}  # fmt: skip
+        seconds = {name: float(given.get(name, getattr(ServerConfig, name))) for name in _KEYS if "seconds" in name}
         slot = int(given.get("slot", -1))
         tls = _true_or_false("tls", given.get("tls", "true"))
     except (ValueError, UserError) as error:
@@ -68,8 +68,7 @@ def main(argv: list[str]) -> int:
 
 def work(
     server: str | Callable[[], str], token: str, make: Callable[..., Job] = make_job, /, *, slot: int = -1,
-    tls: bool = True, target: str = "", connect_seconds: float = 10.0, call_seconds: float = 60.0,
-    patience_seconds: float = 180.0,
+    tls: bool = True, target: str = "", connect_seconds: float, call_seconds: float, patience_seconds: float,
 ) -> int:  # fmt: skip
     """Blocks until the run is over, and returns the exit code. ``server`` is an address, @FILE, or returns one."""
     keep_memory()

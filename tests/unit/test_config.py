@@ -1,18 +1,23 @@
 """Configuration: every choice composes, and every mistake is reported in one line."""
 
-import pytest
+import re
+from pathlib import Path
 
-from ringmaster_dist.algorithm.geometry import GEOMETRIES, ORTHOGONALIZATIONS
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import ringmaster_dist
+from ringmaster_dist.algorithm.geometry import COEFFICIENTS, ORTHOGONALIZATIONS
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, Ramped
-from ringmaster_dist.config import validate as checks
 from ringmaster_dist.config.build import build_core, build_method, build_model_config, build_problem
-from ringmaster_dist.config.compose import compose, expand, from_yaml, groups, load
-from ringmaster_dist.config.describe import annotated, comments
+from ringmaster_dist.config.compose import compose, config_dir, expand, from_yaml, groups, load
+from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.schema import KEYS, Config
 from ringmaster_dist.problems.quadratic import Quadratic
-from ringmaster_dist.wire import DTYPES
 
 
 @pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in groups().items() for option in options])
@@ -37,31 +42,55 @@ def test_every_model_can_be_made(model):
 
 def test_the_groups_agree_with_the_names_in_the_code():
     known = groups()
-    assert set(known["method"]) == set(checks.METHODS)
+    for group in ("problem", "data", "method", "logger"):
+        assert set(known[group]) == set(KEYS[f"{group}.name"].one_of)
     assert set(known["geometry"]) == set(GEOMETRY_MAPS)
-    assert set(checks._GEOMETRIES) == set(GEOMETRIES)
-    assert set(known["logger"]) == set(checks.LOGGERS)
-    assert set(checks._ORTHOGONALIZATIONS) == set(ORTHOGONALIZATIONS)
-    assert set(checks._DTYPES) == set(DTYPES)
+    assert set(ORTHOGONALIZATIONS) == {*COEFFICIENTS, "exact"}
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in KEYS["wire.gradient_dtype"].one_of)
     for name in known["geometry"]:
         geometry = load([f"geometry={name}"]).geometry
         assert {role: getattr(geometry, role) for role in ROLES} == GEOMETRY_MAPS[name]
+    choices = {choice for group in known.values() for choice in group}
+    for key, declared in KEYS.items():  # a key that no choice has could never be set
+        assert set(declared.only) <= choices or key in ("method.warmup_updates", "method.decay_updates"), key
 
 
-def test_every_key_has_a_comment():
-    for group in ("method", "geometry", "problem", "model", "data", "logger"):
-        for option in groups()[group]:
-            notes = comments({group: option}, "config")
-            composed = compose([f"{group}={option}"])
-            missing = [key for key in composed[group] if f"{group}.{key}" not in notes]
-            assert not missing, f"{group}/{option}.yaml"
-    for name, sections in (
-        ("config", ("cluster", "budget", "run", "simulation", "eval")),
-        ("train", ("cluster", "server", "wire", "checkpoint")),
-    ):
-        for section in sections:
-            assert all(f"{section}.{key}" in comments({}, name) for key in compose([], name)[section])
-        assert {"init"} <= comments({}, name).keys()
+def test_every_key_has_a_sentence_and_a_default_in_its_range():
+    defaults = OmegaConf.structured(Config)
+    for key, declared in KEYS.items():
+        value = None if OmegaConf.is_missing(defaults, key) else OmegaConf.select(defaults, key)
+        assert declared.permits(OmegaConf.to_object(value) if OmegaConf.is_list(value) else value), key
+        if "." in key and not OmegaConf.is_dict(value):
+            assert declared.sentence.endswith("."), key
+
+
+@pytest.mark.parametrize("path", sorted(config_dir().rglob("*.yaml")), ids=lambda path: path.stem)
+def test_a_file_comments_every_key_and_repeats_no_default(path):
+    """What a file says differs from the schema, or from what the file for real runs says."""
+    assert [line for line in path.read_text().splitlines() if re.match(r" *\w+: +[^ #][^#]*$", line)] == []
+    group = "" if path.parent.name in ("experiment", "configs") else path.parent.name
+    defaults = OmegaConf.to_container(OmegaConf.structured(Config))
+    train = OmegaConf.load(config_dir() / "train.yaml")
+    written = OmegaConf.to_container(OmegaConf.load(path))
+    written.pop("defaults", None)
+    for key, value in flat({group: written} if group else written).items():
+        differs = value != OmegaConf.select(OmegaConf.create(defaults), key) or OmegaConf.select(train, key) is not None
+        assert differs or key == f"{group}.name", f"{key} is the default"
+
+
+def test_no_module_repeats_a_default_of_the_server():
+    """A second value would hide that the configuration was not passed on. Zero is the value of a count at its start."""
+    names = "|".join(name.partition(".")[2] for name in KEYS if re.match(r"server\.(\w+_seconds|max_invalid)$", name))
+    for path in Path(ringmaster_dist.__file__).parent.rglob("*.py"):
+        if path.parent.name != "config":
+            assert re.findall(rf"\b(?:{names}): \w+ = (?!0\.0\b)[\d.]+", path.read_text()) == [], path
+
+
+def flat(tree, prefix=""):
+    leaves = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
 
 
 def test_printed_configuration_loads_back():
@@ -71,7 +100,7 @@ def test_printed_configuration_loads_back():
     composed = compose(overrides)
     text = annotated(composed)
     assert yaml.safe_load(text)["cluster"]["phases"] == [{"start_seconds": 3, "rate": 0, "workers": [1]}]
-    assert "# B: gradients per update" in text
+    assert "# B: an update is the mean of this many gradients. [at least 1]" in text
 
 
 @pytest.mark.parametrize(
@@ -104,7 +133,14 @@ def test_printed_configuration_loads_back():
         (["method=rennala", "method.batch=0"], ["method.batch=0", "at least 1"]),
         (["method=rennala", "method.batch=64001"], ["method.batch=64001", "at most 64000"]),
         (["method=rennala", "method.batch=50", "budget.seconds=5"], ["method.batch=50", "10 gradients"]),
-        (["cluster.workers=0"], ["cluster.workers=0"]),
+        (["cluster.workers=0"], ["cluster.workers=0", "a whole number of at least 1", "compute gradients"]),
+        (["cluster.workers=many"], ["cluster.workers=many", "a whole number"]),
+        (["run.trace=maybe"], ["run.trace=maybe", "true or false"]),
+        (["method.beta=null"], ["method.beta=null", "a number"]),
+        (["server.port=1"], ["server.port", "only ringmaster train"]),
+        (["+method.batch=3"], ["method.batch", "method=ringmaster"]),
+        (["+foo=1"], ["foo", "no such key"]),
+        (["budget.seconds=${no.such}"], ["budget.seconds", "no.such"]),
         (["cluster.profile=none"], ["cluster.profile=none", "linear"]),
         (["cluster.jitter=-0.1"], ["cluster.jitter=-0.1"]),
         (["cluster.unit_seconds=0"], ["cluster.unit_seconds=0"]),

@@ -1,0 +1,5 @@
+"""The names by which a configuration chooses methods and oracles. This module imports nothing, so it loads quickly."""
+
+METHODS = ("ringmaster", "ringmaster_agnostic", "rennala", "delay_adaptive", "synchronous", "asynchronous")
+GEOMETRIES = ("spectral", "euclidean", "sign", "column", "row", "none")
+ORTHOGONALIZATIONS = ("polar_express", "jordan", "exact")
