@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ringmaster_dist.cli.sources import sort_words, times_of, wholes
+from ringmaster_dist.cli.parser import Parser
+from ringmaster_dist.cli.sources import cluster_times, source_options
 from ringmaster_dist.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,39 +17,33 @@ if TYPE_CHECKING:
 
     from ringmaster_dist.simulation.forecast import Forecast
 
-_HELP = """ringmaster advise [SOURCE] [thresholds=1,2,4,8,16,32] [key=value ...]
-
-Plays candidate methods and thresholds on a cluster in virtual time and says what each would do: updates per second,
-wasted compute, workers that would starve (nothing of theirs is ever accepted), speed-up over synchronous training. Then
-it recommends a threshold: the smallest that makes nine tenths of the updates that accepting everything would make,
-since what a larger one adds are older gradients; for that one it also says what becomes of each worker's work. "slow
-half" is the share of accepted gradients that comes from the slower half of the workers. SOURCE is as for ringmaster
-theory:
-
-  times=1,2,4 | file=profile.json | gpus | run=RUN_DIR | cluster.workers=8 cluster.profile=linear ...
-
-run=RUN_DIR answers what would have been had the threshold been another: ringmaster advise run=runs/a thresholds=4
-"""
 _ENOUGH = 0.9
 _LISTED_WORKERS = 12
-_OWN = ("times", "file", "run", "thresholds")
 
 
-def main(argv: list[str]) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(_HELP)
-        return 0
-    own, rest = sort_words(argv, _OWN)
+def advise_options(parser: Parser) -> None:
+    source_options(parser)
 
-    from ringmaster_dist.config.compose import load
 
-    thresholds = sorted(wholes("thresholds", own.get("thresholds", "1,2,4,8,16,32")))
-    config = load(["cluster.workers=8", *rest])
-    times, what = times_of(own, "gpus" in argv, config)
+def run_advise(arguments: Namespace, overrides: list[str]) -> int:
+    """ringmaster advise [SOURCE] [thresholds=R,R,...] [key=value ...]
+
+    Plays candidate methods and thresholds on a cluster in virtual time and shows what each would do: updates per
+    second, wasted compute, workers that would starve (none of their gradients is ever accepted), speed-up over
+    synchronous training. Then it recommends a threshold. It is the smallest that makes nine tenths of the updates that
+    accepting everything would make, because a larger one only adds older gradients. For this threshold it also shows
+    what becomes of each worker's work. "slow half" is the share of accepted gradients that comes from the slower half
+    of the workers. SOURCE is times=, file=, run=, or the word gpus for the paper's table of GPUs. Without it, the
+    times come from the configuration: cluster.workers=8 cluster.profile=linear cluster.unit_seconds=1 ...
+
+    This shows what another threshold would have done in a finished run:
+      ringmaster advise run=runs/a thresholds=4
+    """
+    times, what, config = cluster_times(arguments, overrides)
     if len(times) < 2:
         raise UserError(f"{what}: with one worker nothing is ever late and there is nothing to choose")
-    jitter = 0.0 if "run" in own else config.cluster.jitter
-    _advise(times, what, thresholds, jitter)
+    jitter = 0.0 if arguments.run else config.cluster.jitter
+    _advise(times, what, sorted(arguments.thresholds), jitter)
     return 0
 
 

@@ -1,55 +1,59 @@
-"""Where the times of a cluster come from, for the commands that reason about one."""
+"""Where theory and advise take the gradient times of a cluster from."""
 
 from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from ringmaster_dist.cli.parser import Parser, several, whole
 from ringmaster_dist.config.errors import UserError
 
-
-def wholes(key: str, text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.isdigit() and int(word) >= 1 for word in words):
-        raise UserError(f"{key}={text}: must be whole numbers of at least 1")
-    return [int(word) for word in words]
+if TYPE_CHECKING:
+    from ringmaster_dist.config.schema import Config
 
 
-def sort_words(argv: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """The values of a command's own ``name=value`` words, and the words that are the configuration's."""
-    pairs = [(word, *word.partition("=")[::2]) for word in argv if word != "gpus"]
-    own = {name: value for _, name, value in pairs if name in names}
-    return own, [word for word, name, _ in pairs if name not in names]
+def _seconds(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError("must be numbers of seconds, such as 1,2,4") from None
 
 
-def times_of(own: dict[str, str], gpus: bool, config: Any) -> tuple[list[float], str]:
-    """Seconds per gradient, sorted, and what they are. Raises UserError."""
+def source_options(parser: Parser) -> None:
+    parser.setting("times=S,S,...", "SOURCE: the seconds per gradient of each worker, such as times=1,2,4", _seconds)
+    parser.setting("file=FILE", "SOURCE: a file that ringmaster profile has written", Path)
+    parser.setting("run=RUN_DIR", "SOURCE: a finished run, with the mean time of each of its workers", Path)
+    parser.setting("thresholds=R,R,...", "the thresholds to look at", several(whole(1)), "1,2,4,8,16,32")
+
+
+def cluster_times(arguments: Namespace, overrides: list[str], *defaults: str) -> tuple[list[float], str, Config]:
+    """The seconds per gradient of each worker, sorted; their source in words; the configuration. Raises UserError."""
+    from ringmaster_dist.config.compose import load
     from ringmaster_dist.config.profile_file import cluster_seconds, read_times
     from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS
 
-    given = [name for name in ("times", "file", "run") if name in own] + (["gpus"] if gpus else [])
+    config = load(["cluster.workers=8", *defaults, *(word for word in overrides if word != "gpus")])
+    given = [name for name in ("times", "file", "run") if getattr(arguments, name) is not None]
+    given += ["gpus"] if "gpus" in overrides else []
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)}: give one source of times")
-    if "times" in own:
-        try:
-            times = [float(word) for word in own["times"].split(",")]
-        except ValueError:
-            raise UserError(f"times={own['times']}: must be numbers of seconds, such as 1,2,4") from None
-        what = "the given times"
-    elif "file" in own:
-        times, what = read_times(Path(own["file"])), own["file"]
-    elif "run" in own:
-        times, what = _times_of_run(Path(own["run"])), f"the workers of {own['run']}"
-    elif gpus:
+    if given == ["times"]:
+        times, what = arguments.times, "the given times"
+    elif given == ["file"]:
+        times, what = read_times(arguments.file), str(arguments.file)
+    elif given == ["run"]:
+        times, what = _times_of_run(arguments.run), f"the workers of {arguments.run}"
+    elif given == ["gpus"]:
         times, what = list(GPU_GRADIENT_SECONDS.values()), "the paper's GPUs"
     else:
         times = cluster_seconds(config.cluster, config.cluster.workers).tolist()
         what = f"{config.cluster.workers} workers, {config.cluster.profile}"
     if min(times) <= 0 or not all(map(math.isfinite, times)):
         raise UserError(f"gradient times must be above 0 seconds: {min(times):g}")
-    return sorted(times), what
+    return sorted(times), what, config
 
 
 def _times_of_run(directory: Path) -> list[float]:

@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringmaster_dist.cli.sources import sort_words, times_of, wholes
+from ringmaster_dist.cli.parser import Parser, whole
+from ringmaster_dist.cli.sources import cluster_times, source_options
 from ringmaster_dist.config.errors import UserError
 
-_HELP = """ringmaster theory [SOURCE] [updates=1000] [thresholds=1,2,4,8,16,32] [plot=FILE.png] [key=value ...]
 
-What the paper's time bounds say of a cluster. SOURCE is one of
-
-  times=1,2,4           seconds per gradient of each worker
-  file=profile.json     what ringmaster profile has written
-  gpus                  the paper's table of GPUs
-  run=RUN_DIR           a finished run: the mean time of each of its workers
-  (nothing)             the configuration: cluster.workers=8 cluster.profile=linear cluster.unit_seconds=1 ...
-
-It prints the harmonic means H_m of the m quickest, and for each threshold R: how many workers are useful (m*), how long
-any R consecutive updates take at most, t(R) = 2 min_m H_m (1 + R/m), and K updates, ceil(K/R) t(R); K updates with the
-threshold growing as a square root; where speeds change (cluster.phases), the same by the universal model. With
-constants (method.constants.smoothness=1 method.constants.noise=1 method.constants.initial_gap=1) also the schedules of
-the theorems.
-"""
-_OWN = ("times", "file", "run", "updates", "thresholds", "plot")
+def theory_options(parser: Parser) -> None:
+    source_options(parser)
+    parser.setting("updates=K", "the number of updates", whole(1), 1000)
+    parser.setting("plot=FILE.png", "also draw H_m and the bounds", Path)
 
 
-def main(argv: list[str]) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(_HELP)
-        return 0
-    own, rest = sort_words(argv, _OWN)
+def run_theory(arguments: Namespace, overrides: list[str]) -> int:
+    """ringmaster theory [SOURCE] [updates=K] [thresholds=R,R,...] [plot=FILE.png] [key=value ...]
 
-    from ringmaster_dist.config.compose import load
+    Prints what the paper's time bounds say about a cluster. SOURCE is times=, file=, run=, or the word gpus for the
+    paper's table of GPUs. Without it, the times come from the configuration: cluster.workers=8 cluster.profile=linear
+    cluster.unit_seconds=1 ...
 
-    updates = wholes("updates", own.get("updates", "1000"))[0]
-    thresholds = wholes("thresholds", own.get("thresholds", "1,2,4,8,16,32"))
-    defaults = ["cluster.workers=8", f"budget.updates={updates}"]
-    config = load([*defaults, *rest])
-    times, what = times_of(own, "gpus" in argv, config)
+    It prints the harmonic means H_m of the m quickest workers. For each threshold R it prints how many workers are
+    useful (m*), how long any R consecutive updates take at most, t(R) = 2 min_m H_m (1 + R/m), and how long K updates
+    take at most, ceil(K/R) t(R). Then it prints the time of K updates if the threshold grows as a square root. If
+    speeds change (cluster.phases), it prints the same by the universal model. With constants
+    (method.constants.smoothness=1 method.constants.noise=1 method.constants.initial_gap=1) it also prints the schedules
+    of the theorems.
+    """
+    updates, thresholds = arguments.updates, arguments.thresholds
+    times, what, config = cluster_times(arguments, overrides, f"budget.updates={updates}")
     _print(times, what, updates, thresholds, config)
-    if "plot" in own:
-        _plot(times, thresholds, updates, Path(own["plot"]))
-        print(f"drawn: {own['plot']}")
+    if arguments.plot:
+        _plot(times, thresholds, updates, arguments.plot)
+        print(f"drawn: {arguments.plot}")
     return 0
 
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 TICK_SECONDS = 0.05  # how often a supervisor looks at its processes
 MISTAKE = 2  # the exit code for a user's mistake, which a restart does not repair
 _RESTART_SECONDS = 0.5
 _QUICK_DEATH_SECONDS, _MOST_QUICK_DEATHS = 10.0, 3
 _PRELOADED = ["ringmaster_dist.runtime.server_process", "ringmaster_dist.transport.star",
-              "ringmaster_dist.worker.__main__"]  # fmt: skip
+              "ringmaster_dist.worker.process"]  # fmt: skip
 
 
 def prepare_fork_server() -> None:
@@ -138,7 +138,7 @@ def become(name: str) -> None:
         comm.write(name)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Exits without the interpreter's shutdown, in which TensorPipe's threads may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
