@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(*names, action="store_true", help=help)
 
     def read(self, words: list[str], *, takes_overrides: bool) -> tuple[argparse.Namespace, list[str]]:
-        """Returns the values of the command's own arguments, and the overrides. Their order does not matter."""
+        """Returns the values of the command's own arguments, and the overrides. Options may stand anywhere."""
         marked, remaining = [], iter(words)
         for word in remaining:
             name, equals, _ = word.partition("=")
