@@ -1,4 +1,4 @@
-"""Small things about files that several rooms need."""
+"""File operations that several rooms need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def to_disk(path: Path) -> None:
-    """A file, or the names in a folder: what comes after this call does not overtake it."""
+    """fsync of a file or a folder: its content, or its names, are on disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -23,7 +23,7 @@ def to_disk(path: Path) -> None:
 
 
 def open_private(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """`open` for a file that is its owner's alone, also if it was there before."""
+    """`open` for a file that only its owner may read and write. An existing file gets these rights too."""
 
     def opener(name: str, flags: int) -> int:
         descriptor = os.open(name, flags, 0o600)
@@ -43,7 +43,7 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait. The file stays."""
+    """Holds an exclusive lock on the file: one process enters, and the others wait. The file is not removed."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

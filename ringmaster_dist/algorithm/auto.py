@@ -1,16 +1,18 @@
-"""``method.threshold=auto``: a threshold chosen while the run goes on, from how long its workers take.
+"""``method.threshold=auto``: the method chooses the threshold during the run, from the compute times of the workers.
 
-The rule is the trade-off of the paper's bounds. By Theorem 1 delays below ``1/alpha`` cost nothing in iterations, so
-that is the most R may be. And a threshold is large enough once it guarantees half the pace that any could (Lemma: R
-updates within t(R)); what a larger one adds are older gradients. So R is the smallest such, at most ``1/alpha``.
+The rule is the trade-off of the paper's bounds. By Theorem 1, delays below ``1/alpha`` cost nothing in iterations, so
+that is the largest R. By the lemma that R updates take at most t(R), a threshold guarantees some pace. Once it
+guarantees half of the best possible pace, a larger threshold mostly adds older gradients. So R is the smallest such
+threshold, and at most ``1/alpha``.
 
-Times come from the pushes alone, in the order they arrive: no clock is read, and a replay of the same arrivals chooses
-the same thresholds. Time passes as the busiest worker's compute seconds add up. A worker takes the median of its last
-few times, until it had the chance to deliver (R updates took clearly longer than that) and is silent all the same: then
-it has changed, and nothing is known of it. A worker that is stopped each time before it can finish is not heard either.
-So at first, and every now and then while somebody is silent, R is at its most for a while, to listen.
+Times come only from the pushes, in the order of their arrival. No clock is read, so a replay of the same arrivals
+chooses the same thresholds. The time that has passed is the compute time of the busiest worker. The time of a worker is
+the median of its last few. If a worker is silent although it had the chance to deliver (R updates took clearly longer
+than its median), its speed has changed and its times are forgotten. A worker that is always interrupted before it
+finishes is silent too. So at first, and from time to time while a worker is silent, R is at its largest for a while, to
+listen.
 
-From one update to the next R grows by at most 1: what is stale stays stale. It may fall by any amount.
+From one update to the next R grows by at most 1, so a stale gradient stays stale. It may fall by any amount.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from typing import Any
 
 from ringmaster_dist.algorithm.methods import Change, Method
 from ringmaster_dist.algorithm.schedules import Schedule
-from ringmaster_dist.theory.bounds import sufficient_threshold
+from ringmaster_dist.theory import sufficient_threshold
 
-SLACK = 2.0  # how much slower than the best guarantee is still good enough
-_REMEMBERED = 5  # times of a worker
-_CLEARLY = 1.5  # times as long as usual
-_WORKERS_PER_UPDATE = 64  # a choice looks at all workers: with many of them it is made less often
-_LISTEN, _LISTEN_EVERY = 2, 20  # in multiples of the largest threshold, in updates
+SLACK = 2.0  # a guaranteed time per update of this many times the best is good enough
+_REMEMBERED = 5  # compute times per worker
+_CLEARLY = 1.5  # "clearly longer" is this factor
+_WORKERS_PER_UPDATE = 64  # a choice looks at all workers, so it is made less often if there are many
+_LISTEN, _LISTEN_EVERY = 2, 20  # updates, in multiples of the largest threshold
 
 
 class AutoThreshold(Method):
-    """Ringmaster with a threshold of its own choosing."""
+    """Ringmaster with a threshold that it chooses itself."""
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule)
@@ -43,7 +45,7 @@ class AutoThreshold(Method):
         self._listen_until = _LISTEN * self._most
         self._clock = 0.0  # a lower bound of the seconds that have passed
         self._recent: deque[float] = deque([0.0], maxlen=self._most + 1)  # the clock at the last updates
-        self._heard: dict[int, float] = {}  # when each worker was last heard of
+        self._heard: dict[int, float] = {}  # the clock at the last push of each worker
         self._times: dict[int, deque[float]] = {}
         self._changes: list[Change] = []
 

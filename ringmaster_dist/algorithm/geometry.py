@@ -1,17 +1,17 @@
 """Linear minimization oracles: ``lmo(m) = argmin over |u| <= 1 of <m, u>`` for the norms of the paper.
 
-A *block* is a batch of equal matrices ``(count, rows, cols)`` in one flat buffer. Each oracle overwrites the
-block with a direction ``D`` and returns a scale, so that ``lmo = -scale * D``; the caller folds the scale into
-its step, which saves a pass. ``lmo(0) = 0`` for every geometry.
+A *block* is a batch of matrices of one shape, ``(count, rows, cols)``, in one flat buffer. Each oracle overwrites the
+block with a direction ``D`` and returns a scale, so that ``lmo = -scale * D``. The caller folds the scale into its
+step, which saves a pass over the memory. ``lmo(0) = 0`` for every geometry.
 
-The spectral oracle approximates ``U V^T`` by five quintic iterations. Three paths give the same polynomial:
+The spectral oracle approximates ``U V^T`` by five quintic iterations. Three paths compute the same polynomial:
 
-- `_iterate_matrix`: the iteration as everybody writes it, on the matrix itself;
-- `_iterate_gram`: for wide matrices, the same polynomial accumulated on the small Gram matrix, which needs
-  about half the arithmetic from an aspect ratio of 1.5 on; in a short type with a new Gram matrix halfway;
-- `_iterate_vector`: for a single row the Gram matrix is one number.
+- `_iterate_matrix` does the usual iteration on the matrix itself.
+- `_iterate_gram` accumulates the polynomial on the small Gram matrix. For an aspect ratio of 1.5 or more that needs
+  about half of the arithmetic. In a shorter type it computes a new Gram matrix halfway.
+- `_iterate_vector` is for a single row, whose Gram matrix is one number.
 
-`reference_lmo` is the readable definition (exact SVD) that tests hold all of this against.
+`reference_lmo` is the readable definition by an exact SVD. Tests compare all paths with it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ COEFFICIENTS: dict[str, Coefficients] = {"polar_express": POLAR_EXPRESS, "jordan
 ORTHOGONALIZATIONS = (*COEFFICIENTS, "exact")
 GEOMETRIES = ("spectral", "euclidean", "sign", "column", "row", "none")
 
-_NORM_FLOOR = 1e-7  # added to the Frobenius norm before the iterations, as in Muon
-_GRAM_ASPECT = 1.5  # cols / rows from which the Gram path needs less arithmetic: 10 c + 5 > 17 + 2 c
+_NORM_FLOOR = 1e-7  # it is added to the Frobenius norm before the iterations, as in Muon
+_GRAM_ASPECT = 1.5  # the Gram path needs less arithmetic from c = cols / rows = 1.5 on: 10 c + 5 > 17 + 2 c
 
 
 def spectral_scale(rows: int, cols: int) -> float:
@@ -46,7 +46,7 @@ def spectral_scale(rows: int, cols: int) -> float:
 
 
 def reference_lmo(matrix: torch.Tensor, geometry: str) -> torch.Tensor:
-    """The definition, for one matrix, with nothing clever in it. Slow and exact."""
+    """The definition for one matrix, (rows, cols). It is slow and exact."""
     if not matrix.any():
         return torch.zeros_like(matrix)
     if geometry == "spectral":
@@ -66,9 +66,10 @@ def reference_lmo(matrix: torch.Tensor, geometry: str) -> torch.Tensor:
 
 
 class Workspace:
-    """Scratch matrices of one block shape, made once and used by every update.
+    """Scratch matrices of one block shape. They are allocated once and used by every update.
 
-    ``precision`` is what the iterations compute in: the block's own type, or a shorter one.
+    With short = min(rows, cols) and long = max(rows, cols), ``squares`` are (count, short, short) each and ``full`` are
+    (count, short, long) each. ``precision`` is the type of the iterations: the block's own type, or a shorter one.
     """
 
     def __init__(
@@ -85,18 +86,18 @@ class Workspace:
         self.squares = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_squares)]
         num_full = 0 if self.is_vector else 2 if is_short else 1
         self.full = [torch.empty(count, self.rows, self.cols, dtype=dtype, device=device) for _ in range(num_full)]
-        # The polynomial of a Gram matrix is only as good as the Gram matrix: small singular values drown in its
-        # rounding, and the next steps enlarge what is left. Beginning anew in between keeps a short type in bounds.
+        # Small singular values are lost in the rounding of the Gram matrix, and the next steps amplify that error. In
+        # a shorter type, a new Gram matrix every two steps keeps the error small.
         self.gram_steps = 2 if is_short else len(POLAR_EXPRESS)
 
 
 def orthogonalize_(block: torch.Tensor, coefficients: Coefficients, workspace: Workspace) -> float:
-    """Overwrites each matrix ``U S V^T`` of ``(count, rows, cols)`` by about ``U V^T``; returns a scale to apply."""
+    """Overwrites each matrix ``U S V^T`` of ``(count, rows, cols)`` by about ``U V^T``, and returns the scale."""
     if workspace.is_vector:
         return _iterate_vector(block, coefficients)
-    norms = torch.linalg.vector_norm(block, dim=(1, 2), keepdim=True).add_(_NORM_FLOOR)
+    norms = torch.linalg.vector_norm(block, dim=(1, 2), keepdim=True).add_(_NORM_FLOOR)  # (count, 1, 1)
     block.div_(norms)
-    wide = block if block.shape[1] <= block.shape[2] else block.mT
+    wide = block if block.shape[1] <= block.shape[2] else block.mT  # (count, short, long)
     iterate = _iterate_gram if workspace.uses_gram else _iterate_matrix
     spare, *narrow = workspace.full
     result = iterate(narrow[0].copy_(wide) if narrow else wide, spare, coefficients, workspace)
@@ -106,10 +107,10 @@ def orthogonalize_(block: torch.Tensor, coefficients: Coefficients, workspace: W
 
 
 def _iterate_vector(block: torch.Tensor, coefficients: Coefficients) -> float:
-    """For one row, every iteration multiplies it by a number: follow its length and leave the row alone."""
-    flat = block.view(-1)
+    """Every iteration multiplies a single row by a number. So only its length is computed, and the row is kept."""
+    flat = block.view(-1)  # (long,)
     norm = math.sqrt(float(flat.dot(flat)))
-    if norm == 0.0 or not math.isfinite(norm):  # under- or overflow of the square
+    if norm == 0.0 or not math.isfinite(norm):  # the square has underflown or overflown
         norm = float(torch.linalg.vector_norm(flat))
     length = norm / (norm + _NORM_FLOOR)
     for a, b, c in coefficients:
@@ -121,10 +122,10 @@ def _iterate_vector(block: torch.Tensor, coefficients: Coefficients) -> float:
 def _iterate_matrix(
     current: torch.Tensor, spare: torch.Tensor, coefficients: Coefficients, workspace: Workspace
 ) -> torch.Tensor:
-    """``A = Y Y^T;  Y <- a Y + (b A + c A A) Y``. The result is in one of the two it is given."""
+    """``A = Y Y^T;  Y <- a Y + (b A + c A A) Y``, Y of (count, short, long). The result is ``current`` or ``spare``."""
     gram, polynomial = workspace.squares
     for a, b, c in coefficients:
-        torch.bmm(current, current.mT, out=gram)
+        torch.bmm(current, current.mT, out=gram)  # (count, short, short)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
         torch.baddbmm(current, polynomial, current, beta=a, out=spare)
         current, spare = spare, current
@@ -134,16 +135,19 @@ def _iterate_matrix(
 def _iterate_gram(
     current: torch.Tensor, spare: torch.Tensor, coefficients: Coefficients, workspace: Workspace
 ) -> torch.Tensor:
-    """The same, a few steps at a time on the Gram matrix."""
+    """The same iteration, ``gram_steps`` steps at a time on the Gram matrix."""
     for first in range(0, len(coefficients), workspace.gram_steps):
         total = _gram_polynomial(current, coefficients[first : first + workspace.gram_steps], workspace)
-        torch.bmm(total, current, out=spare)
+        torch.bmm(total, current, out=spare)  # (count, short, long)
         current, spare = spare, current
     return current
 
 
 def _gram_polynomial(wide: torch.Tensor, coefficients: Coefficients, workspace: Workspace) -> torch.Tensor:
-    """The Q of ``Y <- Q Y``: ``A = Y Y^T``, and in each step ``P = a I + b A + c A A;  Q <- P Q;  A <- P A P``."""
+    """The Q of ``Y <- Q Y``, (count, short, short).
+
+    It begins with ``A = Y Y^T``. Each step is ``P = a I + b A + c A A;  Q <- P Q;  A <- P A P``.
+    """
     gram, polynomial, product, total = workspace.squares
     torch.bmm(wide, wide.mT, out=gram)
     last = len(coefficients) - 1
@@ -162,7 +166,8 @@ def _gram_polynomial(wide: torch.Tensor, coefficients: Coefficients, workspace: 
 
 
 def orthogonalize_exactly_(block: torch.Tensor) -> float:
-    """The spectral direction by SVD, batched: singular values become one, those that are zero stay zero."""
+    """The spectral direction by a batched SVD. Singular values become one, but a zero stays zero."""
+    # (count, rows, short), (count, short), (count, short, cols)
     left, singular, right = torch.linalg.svd(block, full_matrices=False)
     cut = singular[:, :1] * (torch.finfo(block.dtype).eps * max(block.shape[1:]))
     left.mul_((singular > cut).unsqueeze(1))
@@ -171,12 +176,12 @@ def orthogonalize_exactly_(block: torch.Tensor) -> float:
 
 
 def normalize_(block: torch.Tensor, geometry: str) -> float:
-    """The other oracles, on a batch: overwrites the block by its direction, returns the scale."""
+    """The other oracles. Overwrites the block, (count, rows, cols), by its direction and returns the scale."""
     if geometry == "sign":
         block.sign_()
         return 1.0
     dims = {"euclidean": (1, 2), "column": (1,), "row": (2,)}[geometry]
-    norms = torch.linalg.vector_norm(block, dim=dims, keepdim=True)
+    norms = torch.linalg.vector_norm(block, dim=dims, keepdim=True)  # it broadcasts to the block
     norms.masked_fill_(norms == 0, 1.0)  # a zero vector stays zero
     block.div_(norms)
     return 1.0

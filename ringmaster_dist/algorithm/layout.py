@@ -1,10 +1,10 @@
-"""Where each parameter lives in the one flat buffer that is the optimisation variable.
+"""Where each parameter lies in the one flat tensor that is the optimisation variable, the iterate.
 
-Parameters of the same norm and shape lie next to each other, so a *block* of them is a batch of matrices
-that one oracle call handles in place. Parameters that need no oracle are one block whatever their shapes.
+Parameters of the same norm and shape lie next to each other. So a *block* of them is a batch of matrices, which one
+oracle call handles in place. Parameters that need no oracle are one block, whatever their shapes.
 
-The norm of the whole variable is the largest of its blocks' norms, each divided by the block's radius. So the oracle of
-the whole is the oracle of each block times its radius.
+The norm of the iterate is the largest of its blocks' norms, each divided by the block's radius. So the oracle of the
+iterate is the oracle of each block times its radius.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 from ringmaster_dist.algorithm.geometry import GEOMETRIES
 
-# What a parameter is for; a geometry map says which norm each role gets.
+# The purpose of a parameter. A geometry map gives each role its norm.
 ROLES = ("matrix", "embedding", "output", "scalar")
 
 GEOMETRY_MAPS: dict[str, dict[str, str]] = {
     "muon": {"matrix": "spectral", "embedding": "none", "output": "none", "scalar": "none"},
     "euclidean": dict.fromkeys(ROLES, "euclidean"),
     "sign": dict.fromkeys(ROLES, "sign"),
-    # An embedding table stores one token per row, so its input-side norm is the largest row.
+    # An embedding table has one token per row, so its norm is that of the largest row.
     "scion": {"matrix": "spectral", "embedding": "row", "output": "sign", "scalar": "sign"},
 }
 
@@ -44,7 +44,7 @@ class Parameter(NamedTuple):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """As rows and columns: a vector is one row, trailing dimensions of a larger tensor are columns."""
+        """Rows and columns. A vector is one row. All but the first dimension of a larger tensor are columns."""
         if len(self.shape) < 2:
             return 1, self.size
         return self.shape[0], math.prod(self.shape[1:])
@@ -59,7 +59,7 @@ class Norm(NamedTuple):
 
 
 class Block(NamedTuple):
-    """``num_matrices`` matrices ``rows x cols`` at ``start`` that share a norm."""
+    """Matrices that share a norm, (num_matrices, rows, cols), at ``start`` in the flat tensor."""
 
     geometry: str
     num_matrices: int
@@ -82,7 +82,7 @@ class Layout:
     """The flat order of the parameters, and their blocks."""
 
     def __init__(self, parameters: Sequence[Parameter], norms: Mapping[str, Norm | str]) -> None:
-        """``norms`` has one for each role; the name of a geometry stands for it with radius 1."""
+        """``norms`` has a norm for each role. The name of a geometry stands for that geometry with radius 1."""
         names = [parameter.name for parameter in parameters]
         if not names:
             raise ValueError("there are no parameters to optimise")
@@ -119,13 +119,13 @@ class Layout:
         self.size = offset
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each parameter as a view of the flat buffer."""
+        """Each parameter as a view of the flat tensor, (size,)."""
         return {
             p.name: flat[self.offsets[p.name] : self.offsets[p.name] + p.size].view(p.shape) for p in self.parameters
         }
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two programs exactly if they mean the same thing by the same flat buffer."""
+        """A hash of names, shapes, offsets and blocks. It is equal if two programs read a flat tensor alike."""
         table = [[(p.name, list(p.shape), self.offsets[p.name]) for p in self.parameters], self.blocks]
         return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""The six methods. Each answers two questions: is a gradient accepted, and does it complete an update.
+"""The six methods. Each answers two questions: is a gradient accepted, and does it complete an update?
 
-The server core owns the loop, the delay, the state and the arithmetic; a method is asked ``threshold`` (accept iff
-the delay is below it), ``refusal`` (may this worker contribute at all), and ``admit`` (of how many gradients the update
-that is now complete is the mean). Methods hold counts, never tensors.
+The server core owns the loop, the delay, the state and the arithmetic. It asks a method for three things: ``threshold``
+(a gradient is accepted if and only if its delay is below), ``refusal`` (whether this worker may contribute at all), and
+``admit`` (how many gradients the update averages that is complete now). A method holds counts and no tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ringmaster_dist.algorithm.schedules import Schedule
 class Change(NamedTuple):
     """A threshold that was chosen during the run, and why."""
 
-    version: int  # in force, or approached, from this update on
+    version: int  # the threshold is in force, or approached, from this update on
     threshold: int
     reason: str
 
@@ -30,26 +30,29 @@ class Method:
         self.schedule = schedule
 
     def threshold(self, version: int) -> float:
-        """R_k: a gradient is accepted iff its delay is below this."""
+        """R_k. A gradient is accepted if and only if its delay is below R_k."""
         return self.schedule.threshold(version)
 
     def refusal(self, worker_id: int) -> str:
-        """Why this worker may not contribute now; empty if it may."""
+        """Why this worker may not contribute now, or an empty string if it may."""
         return ""
 
     def observe(self, worker_id: int, seconds: float) -> None:
-        """A gradient, accepted or stale, took this long. What is done with it may not depend on anything else."""
+        """Receives the compute time of a gradient, accepted or stale.
+
+        A method may decide by these times only, so that a replay makes the same decisions.
+        """
 
     def changes(self) -> Sequence[Change]:
-        """What the method has decided by itself since the last time it was asked."""
+        """The thresholds that the method has chosen since the last call."""
         return ()
 
     def admit(self, worker_id: int, live: Set[int]) -> int:
-        """Counts an accepted gradient in. If that completes an update: of how many gradients it is the mean, else 0."""
+        """Counts an accepted gradient. Returns how many gradients the update averages if it is complete now, else 0."""
         return 1
 
     def complete_without(self, live: Set[int]) -> int:
-        """The same, after the live workers have become fewer."""
+        """The same after a worker has left."""
         return 0
 
     def eta(self, version: int, delay: int, num_live: int) -> float:
@@ -59,7 +62,7 @@ class Method:
         return self.schedule.alpha(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists."""
+        """The state as plain numbers and lists."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,14 +70,14 @@ class Method:
 
 
 class DelayAdaptive(Method):
-    """Accepts everything and shrinks the step of the late: ``eta * n / max(n, delay)``."""
+    """Accepts every gradient, with a smaller step for a late one: ``eta * n / max(n, delay)``."""
 
     def eta(self, version: int, delay: int, num_live: int) -> float:
         return self.schedule.eta(version) * num_live / max(num_live, delay, 1)
 
 
 class Rennala(Method):
-    """The mean of ``batch`` fresh gradients (delay 0), from whoever is quick."""
+    """An update is the mean of ``batch`` fresh gradients (delay 0), of any workers."""
 
     def __init__(self, schedule: Schedule, batch: int) -> None:
         super().__init__(schedule)
@@ -99,7 +102,7 @@ class Rennala(Method):
 
 
 class Synchronous(Method):
-    """One fresh gradient from every live worker, then the mean; who has contributed waits for the rest."""
+    """An update is the mean of one fresh gradient of every live worker. A contributor waits for the others."""
 
     waits = True
 
@@ -118,7 +121,7 @@ class Synchronous(Method):
         return self.complete_without(live)
 
     def complete_without(self, live: Set[int]) -> int:
-        # The length is compared first: the set comparison is then made once a round, not once a push.
+        # The length is compared first, so that the sets are compared once per round and not once per push.
         if not live or len(self._contributors) < len(live) or not live <= self._contributors:
             return 0
         count = len(self._contributors)

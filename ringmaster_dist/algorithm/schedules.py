@@ -1,8 +1,8 @@
 """Step size, momentum weight and delay threshold as functions of the version ``k``.
 
-``eta(k)`` is the step size of update k, ``alpha(k)`` the weight of the new gradient in the momentum,
-``threshold(k)`` the R_k of the acceptance rule ``delay < R_k``. A threshold may be infinite, and from one
-update to the next it never grows by more than 1: that is what makes a stale computation stale for good.
+``eta(k)`` is the step size of update k, ``alpha(k)`` the weight of the new gradient in the momentum, and
+``threshold(k)`` the R_k of the acceptance rule ``delay < R_k``. A threshold may be infinite. From one update to the
+next it grows by at most 1, so a stale computation stays stale.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Constant:
 class Agnostic:
     """The parameter-agnostic schedule: ``eta/(k+1)^(3/4)``, ``alpha_k = k^(-1/2)``, ``R_k = max(1, floor(sqrt k))``.
 
-    The square root is taken in integers: in floating point ``floor(1 / k^(-1/2))`` falls one short at some
-    perfect squares, first at k = 8649.
+    The square root is an integer one. In floating point ``floor(1 / k^(-1/2))`` is too small by one at some perfect
+    squares, first at k = 8649.
     """
 
     scale: float
@@ -60,9 +60,9 @@ class Agnostic:
 
 @dataclass(frozen=True)
 class Ramped:
-    """Another schedule whose eta rises linearly over ``warmup`` updates and falls linearly over the last ``decay``.
+    """Another schedule, but eta rises linearly over ``warmup`` updates and falls linearly over the last ``decay``.
 
-    The update after the warm-up is the first at full eta; the last of ``total`` is at ``final_fraction`` of it.
+    The update after the warm-up is the first with the full eta. The last of ``total`` has ``final_fraction`` of it.
     """
 
     inner: Schedule
@@ -89,7 +89,7 @@ class Ramped:
 
 @dataclass(frozen=True)
 class Constants:
-    """What Theorem 1 assumes known of the problem."""
+    """The constants of the problem that Theorem 1 needs."""
 
     smoothness: float  # L0
     generalized_smoothness: float  # L1
@@ -100,7 +100,7 @@ class Constants:
 
 
 def theory(constants: Constants) -> Constant:
-    """The fixed parameters of Theorem 1. ``R = 1/alpha`` is rounded up, which accepts the same delays."""
+    """The fixed parameters of Theorem 1. Rounding ``R = 1/alpha`` up does not change which delays are accepted."""
     l0, l1 = constants.smoothness, constants.generalized_smoothness
     noise, gap, k = constants.norm_ratio * constants.noise, constants.initial_gap, constants.updates
     alpha = 1.0 if noise == 0 else min(1.0, math.sqrt(gap * l0) / (noise * math.sqrt(k)))
@@ -115,7 +115,7 @@ def theory(constants: Constants) -> Constant:
 
 
 def agnostic(eta: float, *, generalized: bool = False, known_l1: float | None = None) -> Agnostic:
-    """The three cases of the parameter-agnostic theorem: L1 = 0, L1 > 0 unknown, L1 known."""
+    """The three cases of the parameter-agnostic theorem: L1 = 0, L1 > 0 but unknown, and L1 known."""
     if known_l1 is not None:
         return Agnostic(1.0 / (17.0 * known_l1))
     return Agnostic(eta / 17.0 if generalized else eta)

@@ -4,8 +4,10 @@
     u  = (1 - alpha) m + alpha g        with Nesterov, else u = m
     x' = (1 - eta * weight_decay) x + eta * radius * lmo(u)        with the block's own weight decay and radius
 
-The momentum starts at zero, which makes the first line serve for ``k = 0`` too. Work goes block by block
-through one scratch buffer of the largest block's size; the part without an oracle goes in cache-sized pieces.
+The momentum starts at zero, so the first line holds for ``k = 0`` too. All blocks use one scratch buffer of the largest
+block's size. The part without an oracle is computed in pieces that fit the cache.
+
+Iterate, momentum and gradient are flat tensors ``(layout.size,)``.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ import torch
 from ringmaster_dist.algorithm import geometry as oracles
 from ringmaster_dist.algorithm.layout import Block, Layout
 
-_PIECE = 1 << 16  # elements; three such fp32 pieces fit a core's second-level cache
+_PIECE = 1 << 16  # elements; three fp32 pieces fit the second-level cache of a core
 
 
 class _Planned(NamedTuple):
-    """A block with the memory its updates use."""
+    """A block with the memory that its updates use."""
 
     block: Block
-    scratch: torch.Tensor
-    matrices: torch.Tensor | None  # the scratch as a batch of matrices; None where no oracle is asked
-    workspace: oracles.Workspace | None
+    scratch: torch.Tensor  # (block.size,), or (_PIECE,) if the block has no oracle
+    matrices: torch.Tensor | None  # the scratch as (num_matrices, rows, cols); None without an oracle
+    workspace: oracles.Workspace | None  # only for orthogonalisation by iteration
 
 
 class Update:
-    """Applies updates to buffers of one layout. Owns scratch memory, no state: not for two threads at once."""
+    """Applies updates to tensors of one layout. It owns scratch memory but no state. One thread uses it at a time."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class Update:
         orthogonalization: str = "polar_express",
         precision: torch.dtype | None = None,
     ) -> None:
-        """``precision`` is what orthogonalisation by iteration computes in; None: ``dtype``, as everything else."""
+        """``precision`` is the type of orthogonalisation by iteration. None is ``dtype``, as for everything else."""
         if orthogonalization not in oracles.ORTHOGONALIZATIONS:
             known = ", ".join(oracles.ORTHOGONALIZATIONS)
             raise ValueError(f"orthogonalization is {orthogonalization!r}; known: {known}")
@@ -54,8 +56,8 @@ class Update:
         device = torch.device(device)
         largest = max(min(b.size, _PIECE) if b.geometry == "none" else b.size for b in layout.blocks)
         self._scratch = torch.empty(largest, dtype=dtype, device=device)
-        self._wide: torch.Tensor | None = None  # for gradients of a shorter type
-        # Blocks of one shape (a stack of c_fc and the transposes of c_proj) share their workspace.
+        self._wide: torch.Tensor | None = None  # for gradients of a shorter type, (largest,)
+        # Blocks whose shapes are equal up to transposition, such as c_fc and c_proj, share a workspace.
         workspaces: dict[tuple[int, int, int], oracles.Workspace] = {}
         self._plan: list[_Planned] = []
         for block in layout.blocks:
@@ -81,8 +83,8 @@ class Update:
     ) -> None:
         """Writes the next iterate to ``out`` (which may be ``iterate``) and the next momentum over ``momentum``.
 
-        The gradient may be of a shorter type: it is widened piece by piece. ``rounded`` gets the next iterate too, in
-        its own type, while the pieces are at hand.
+        The gradient may be of a shorter type and is widened piece by piece. ``rounded`` receives the next iterate too,
+        in its own type, while the pieces are in the cache. All tensors are ``(layout.size,)``.
         """
         for block, scratch, matrices, workspace in self._plan:
             start, stop = block.start, block.stop
@@ -96,7 +98,7 @@ class Update:
                     if rounded is not None:
                         rounded[low:high].copy_(x_next)
                 continue
-            if len(self._plan) == 1:  # spare the slicing, it costs a small vector as much as the arithmetic
+            if len(self._plan) == 1:  # for a small vector, slicing would cost as much as the arithmetic
                 x, m, g, x_next = iterate, momentum, gradient, out
             else:
                 x, m, g, x_next = (t[start:stop] for t in (iterate, momentum, gradient, out))
@@ -107,6 +109,7 @@ class Update:
                 rounded[start:stop].copy_(x_next)
 
     def _widened(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The same numbers, (n,) -> (n,), in the type of the update."""
         if gradient.dtype == self.dtype:
             return gradient
         if self._wide is None:
@@ -114,7 +117,7 @@ class Update:
         return self._wide[: gradient.numel()].copy_(gradient)
 
     def _direction(self, momentum: torch.Tensor, gradient: torch.Tensor, alpha: float, out: torch.Tensor) -> None:
-        """Moves the momentum and writes to ``out`` what the oracle is asked about."""
+        """Updates the momentum, and writes the input of the oracle to ``out``. All are (n,)."""
         momentum.lerp_(gradient, alpha)
         if self.nesterov:
             torch.lerp(momentum, gradient, alpha, out=out)
@@ -122,7 +125,7 @@ class Update:
             out.copy_(momentum)
 
     def _oracle(self, matrices: torch.Tensor, block: Block, workspace: oracles.Workspace | None) -> float:
-        """Overwrites the matrices by D and returns s, with ``lmo = -s D``."""
+        """Overwrites the matrices, (num_matrices, rows, cols), by D and returns s, with ``lmo = -s D``."""
         if block.geometry != "spectral":
             return oracles.normalize_(matrices, block.geometry)
         scale = oracles.spectral_scale(block.rows, block.cols)
@@ -133,7 +136,7 @@ class Update:
 
 
 def _step(x: torch.Tensor, direction: torch.Tensor, eta: float, keep: float, out: torch.Tensor) -> None:
-    """``out = keep * x - eta * direction``."""
+    """``out = keep * x - eta * direction``, all of (n,)."""
     if keep == 1.0:
         torch.add(x, direction, alpha=-eta, out=out)
     else:

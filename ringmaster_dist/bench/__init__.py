@@ -1,40 +1,108 @@
-"""The measured comparisons. Each compares in one process and run, takes the best of several, and says what it ran."""
+"""The measured comparisons: which benches there are, how they take time, and how they show it.
+
+A bench compares its candidates in one run, takes the best of several repetitions, and prints the machine with them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+BENCHES = {
+    "simulator": "the paper's quadratic at full size, in virtual time",
+    "update": "one server update of the paper's model, versus torch.optim.Muon",
+    "gradient": "a gradient of the paper's model, versus a plain loop over the same module",
+    "exchange": "a push and the snapshot that comes back, versus the same bytes over TCP, gloo, and Ray if installed",
+    "scale": "how large a cluster one server carries, from measured updates, simulated workers and assumed links",
+    "server": "updates per second while many workers push, versus one over the time of an update",
+    "time-to-loss": "seconds to a validation loss on paced workers, for every method and DistributedDataParallel",
+    "memory": "the most memory of a server and of a worker, versus what they cannot do without",
+    "efficiency": "gradients delivered by paced workers, versus the sum of their rates; interruption",
+    "overhead": "the share of the server's time that goes into measuring a run",
+}
+# The module and function of a bench, where that is not `run` of a module of its name.
+_PLACES = {
+    "update": ("arithmetic", "update"),
+    "gradient": ("arithmetic", "gradient"),
+    "time-to-loss": ("paced", "time_to_loss"),
+    "efficiency": ("paced", "efficiency"),
+    "memory": ("resources", "memory"),
+    "overhead": ("resources", "overhead"),
+}
 
-def best_and_worst(work: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Seconds of the quickest and the slowest repetition."""
+
+def run(name: str, *, quick: bool, as_json: bool) -> None:
+    """Runs one of `BENCHES` and prints its tables."""
+    module, function = _PLACES.get(name, (name, "run"))
+    getattr(importlib.import_module(f"{__name__}.{module}"), function)(quick, as_json)
+
+
+# --- time --------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(work: Callable[[], object], repeats: int) -> list[float]:
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def best_and_worst(work: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Seconds of the fastest and of the slowest repetition."""
+    seconds = seconds_of(work, repeats)
     return min(seconds), max(seconds)
 
 
 def by_turns(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, after a warm-up. They take turns, so that what disturbs the machine disturbs all of them."""
+    """Seconds of each candidate, after a warm-up. They take turns, so that a disturbance affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     for turn in range(rounds + 1):
         for name in order:
-            began = time.perf_counter()
-            candidates[name]()
-            if turn:
-                seconds[name].append(time.perf_counter() - began)
-        order.reverse()  # nobody always follows the same one
+            took = seconds_of(candidates[name], 1)
+            seconds[name] += took if turn else []
+        order.reverse()  # so that no candidate always follows the same one
     return seconds
 
 
+def train(
+    *overrides: str, watch: Callable[[subprocess.Popen[bytes], Path], None] = lambda process, directory: None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A real ``ringmaster train`` in its own processes. Returns its summary and the records of its trace.
+
+    ``watch`` is called with the process and the run directory, many times a second while the run lasts.
+    """
+    from ringmaster_dist.config.errors import UserError
+
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors:
+        directory = Path(folder, "run")
+        command = [sys.executable, "-m", "ringmaster_dist", "train", f"run.dir={directory}", "run.report=false"]
+        process = subprocess.Popen([*command, *overrides], stdout=subprocess.DEVNULL, stderr=errors)
+        while process.poll() is None:
+            watch(process, directory)
+            time.sleep(0.02)
+        if process.returncode:
+            errors.seek(0)
+            raise UserError(f"the run that was to be measured failed: {errors.read().decode().strip()}")
+        summary = json.loads((directory / "summary.json").read_text())
+        return summary, [json.loads(line) for line in (directory / "trace.jsonl").read_text().splitlines()]
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
 def compared(title: str, seconds: Mapping[str, list[float]], baseline: str) -> list[dict[str, Any]]:
-    """A row for each: its best beside the baseline's, and its worst."""
+    """A row for each candidate: its best versus the baseline's best, and its worst."""
     best = min(seconds[baseline])
     return [
         {title: name, "relative": f"{min(times) / best:.2f}x", "ms": round(1e3 * min(times), 1),
@@ -44,7 +112,7 @@ def compared(title: str, seconds: Mapping[str, list[float]], baseline: str) -> l
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what the figures were taken."""
+    """The machine and the versions of the software."""
     import os
 
     import numpy
@@ -69,7 +137,7 @@ def _processor() -> str:
 
 
 def show(title: str, columns: list[str], rows: list[dict[str, Any]], as_json: bool) -> None:
-    """A table, or the same as one line of JSON."""
+    """Prints a table, or the same as one line of JSON."""
     if as_json:
         print(json.dumps({"bench": title, "machine": machine(), "rows": rows}))
         return

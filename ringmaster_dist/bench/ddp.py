@@ -1,8 +1,8 @@
 """What people would use instead: DistributedDataParallel over gloo with torch.optim.Muon, on the same paced workers.
 
-Started by torchrun, one rank a worker, with the same data, model, batch and seconds per gradient as ours. A rank paces
-itself before its backward pass, in which DDP averages the gradients: so a step takes as long as its slowest rank. The
-clock stands still while rank 0 evaluates. Rank 0 prints a line of JSON.
+torchrun starts it, with one rank per worker, and the same data, model, batch and seconds per gradient as ours. A rank
+waits for its pace before its backward pass, in which DDP averages the gradients. So a step takes as long as its slowest
+rank. The clock does not run while rank 0 evaluates. Rank 0 prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringmaster_dist import randomness
+from ringmaster_dist.bench.arithmetic import optimizers_of
 from ringmaster_dist.config.build import build_problem
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.profile_file import cluster_seconds
-from ringmaster_dist.problems.nanochat.problem import NanoChatProblem, role
+from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
 from ringmaster_dist.profiles import jittered_seconds
 
-_BETA = 0.95
 _STEPS_PER_EVALUATION = 2
 
 
@@ -43,13 +43,16 @@ def main(eta: float, target: float, limit_seconds: float, overrides: list[str]) 
     while not reached and seconds < limit_seconds:
         dist.barrier()
         began = time.monotonic()
+        # (batch, context + 1)
         rows = torch.from_numpy(problem.rows.sample(config.run.seed, rank, step, config.problem.batch).astype("int64"))
         output = model(rows[:, :-1], rows[:, 1:])
         assigned = jittered_seconds(base, config.cluster.jitter, key, step)
         time.sleep(max(0.0, began + assigned - backward_seconds - time.monotonic()))
         before = time.monotonic()
         output.backward()
-        backward_seconds = min(backward_seconds or 1.0, time.monotonic() - before)  # the wait for others left out
+        backward_seconds = min(
+            backward_seconds or 1.0, time.monotonic() - before
+        )  # the least: without waiting for other ranks
         before = time.monotonic()
         for optimizer in optimizers:
             optimizer.step()
@@ -63,22 +66,13 @@ def main(eta: float, target: float, limit_seconds: float, overrides: list[str]) 
                 reached.fill_(loss <= target)
             dist.broadcast(reached, 0)
         clock = torch.tensor(seconds)
-        dist.broadcast(clock, 0)  # all stop at the same step
+        dist.broadcast(clock, 0)  # so that all ranks stop at the same step
         seconds = float(clock)
     if rank == 0:
         facts = {"seconds": seconds, "steps": step, "loss": loss, "optimizer_seconds": in_optimizer}
         print(json.dumps({**facts, "reached": bool(reached)}), flush=True)
     dist.barrier()
-    os._exit(0)  # gloo's threads abort now and then when the group is taken down while others are still in it
-
-
-def optimizers_of(model: torch.nn.Module, eta: float) -> list[torch.optim.Optimizer]:
-    """The muon geometry: Muon for the matrices of the blocks, momentum for the rest, scaled as ours is."""
-    named = list(model.named_parameters())
-    matrices = [p for name, p in named if role(name, p) == "matrix"]
-    rest = [p for name, p in named if role(name, p) != "matrix"]
-    muon = torch.optim.Muon(matrices, lr=eta, momentum=_BETA, nesterov=True, weight_decay=0.0)
-    return [muon, torch.optim.SGD(rest, lr=eta * (1 - _BETA), momentum=_BETA, nesterov=True)]
+    os._exit(0)  # gloo's threads may abort when one rank leaves the group before the others
 
 
 if __name__ == "__main__":

@@ -1,160 +1,195 @@
-"""``ringmaster bench exchange``: a push and the snapshot that comes back, beside the same bytes by other means.
+"""``ringmaster bench exchange``: a push and the snapshot that comes back, versus the same bytes by other means.
 
-Plain TCP, gloo's send and receive, and, where Ray is installed, a call of a Ray actor that takes and gives a tensor.
+The others are plain TCP, gloo's send and receive, and, if Ray is installed, a call of a Ray actor that takes and
+returns a tensor. Each runs between two processes. Our exchange has everything but the update itself: the RPC agent, the
+unpickler, the session, the checks of the gradient, the verdict and the ledger. With a narrow wire, rounding counts.
+Widening does not count, because the copy into the model and the update do it for any wire.
 
-The peer is another process. Ours goes through everything but the update itself: the RPC agent, the unpickler, the
-session, the checks of the gradient, the verdict, the ledger. With a narrow wire, rounding the gradient and the iterate
-counts; widening them does not: that is done by the copy into the model and by the update, which any wire needs.
-
-On one machine tensors are read across (cma), and only the calls pass the tunnel. Between machines everything does: two
-network namespaces stand in for them (root and iproute2 are needed), with a link of 1 Gbit/s and with one as fast as the
-machine is, each with TLS and without. Both ends share this machine's cores there. CPU is that of all the processes.
+On one machine the receiver reads the tensors from the sender's memory (cma), and only the calls pass the tunnel.
+Between machines everything does. Two network namespaces stand in for them, which needs root and iproute2. Their link is
+one of 1 Gbit/s and one as fast as the machine, each with TLS and without. Both ends share the cores of this machine.
+CPU is that of all processes.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from ringmaster_dist.bench import links, show
-from ringmaster_dist.bench.peers import TOKEN, Peer, cpu_seconds, serve
-from ringmaster_dist.bench.update import paper_parameters
-from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push
-from ringmaster_dist.wire import Ends, Wire
+from ringmaster_dist.bench import compared, seconds_of, show
+from ringmaster_dist.bench.peers import Peer, Pusher, cpu_seconds, layout_of, serve
+from ringmaster_dist.wire import Wire
 
 _COLUMNS = ["exchange", "relative", "ms", "worst ms", "MB each way", "CPU ms"]
 _LINK_COLUMNS = ["between two machines", "x plain", "ms", "worst ms", "CPU ms", "join ms"]
+_EXCHANGES = 5  # of each candidate per round, after one that is not counted
 _WIRES = {"float32": Wire(), "bfloat16": Wire(torch.bfloat16, torch.bfloat16)}
-_OURS = {"float32": ("float32", True), "float32 without TLS": ("float32", False), "bfloat16": ("bfloat16", True)}
+_OURS = {"ringmaster, float32": ("float32", True), "ringmaster, float32 without TLS": ("float32", False),
+         "ringmaster, bfloat16": ("bfloat16", True)}  # fmt: skip
+_BASELINE = "raw TCP, float32"
+_OTHERS = {_BASELINE: "tcp", "gloo send and receive, float32": "gloo"}
 _RATES = {"1 Gbit/s": "1gbit", "an unshaped link": ""}
+_ADDRESSES = ("10.219.0.1", "10.219.0.2")
 
 
 def run(quick: bool, as_json: bool) -> None:
-    show("exchange", _COLUMNS, measure(rounds=1 if quick else 8), as_json)
-    if not links.available():
+    size = layout_of("nanochat").size
+    show("exchange", _COLUMNS, on_one_machine(size, rounds=1 if quick else 8), as_json)
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         print("exchange: the links between two machines need root and iproute2, and were left out", file=sys.stderr)
         return
-    rows = [row for name in _RATES for row in between_machines(name, rounds=1 if quick else 4)]
+    rows = [row for name in _RATES for row in between_machines(name, size, rounds=1 if quick else 4)]
     show("exchange", _LINK_COLUMNS, rows, as_json)
 
 
-def measure(rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
-    """The candidates take turns, so that what disturbs the machine disturbs all of them."""
-    from ringmaster_dist.transport.memory import keep_memory
-
-    keep_memory()
-    size = sum(parameter.size for parameter in paper_parameters())
-    seconds: dict[str, list[float]] = {"raw TCP, float32": []}
-    peers = [Peer(__name__, "tcp", str(4 * size))]
-    raw = _raw_exchange(peers[0].address, 4 * size)
-    used: dict[str, list[float]] = {}
-    others = {"gloo send and receive, float32": Peer(__name__, "gloo", str(size))}
-    if importlib.util.find_spec("ray"):
-        others["Ray actor, float32"] = Peer(__name__, "ray", str(size))
-    peers += others.values()
-    assert all(peer.address for peer in peers), "one of them has not come up"
-    try:
+def on_one_machine(size: int, rounds: int) -> list[dict[str, Any]]:
+    """The candidates take turns, so that a disturbance affects all of them."""
+    kinds = _OTHERS | ({"Ray actor, float32": "ray"} if importlib.util.find_spec("ray") else {})
+    seconds: dict[str, list[float]] = {name: [] for name in (*kinds, *_OURS)}
+    cpu: dict[str, list[float]] = {name: [] for name in _OURS}
+    with ExitStack() as stack:
+        others = {name: stack.enter_context(Peer(__name__, kind, str(size))) for name, kind in kinds.items()}
+        assert all(peer.address for peer in others.values()), "one of them has not come up"
         for _ in range(rounds):
-            for label, other in others.items():
-                other.ask(str(exchanges))
-                seconds.setdefault(label, []).extend(json.loads(other.answer()))
+            for name, other in others.items():
+                other.ask(str(_EXCHANGES))
+                seconds[name] += json.loads(other.answer())
             for name, (wire, tls) in _OURS.items():
                 # A process has one RPC agent at a time, so each round makes a connection of its own.
                 with Peer(__name__, "server", wire, "127.0.0.1", str(int(tls))) as peer:
-                    exchange, close = _our_exchange(peer.address, _WIRES[wire], size, tls)
-                    seconds["raw TCP, float32"] += _times(raw, exchanges)
+                    pusher = Pusher(peer.address, size, _WIRES[wire], tls=tls)
                     before = cpu_seconds(os.getpid())
-                    seconds.setdefault(f"ringmaster, {name}", []).extend(_times(exchange, exchanges))
-                    used.setdefault(f"ringmaster, {name}", []).append(cpu_seconds(os.getpid()) - before)
-                    close()
-    finally:
-        for peer in peers:
-            peer.close()
-    rows = [_row(name, times, min(seconds["raw TCP, float32"]), size) for name, times in seconds.items()]
+                    seconds[name] += _times(pusher.push, _EXCHANGES)
+                    cpu[name].append((cpu_seconds(os.getpid()) - before) / (_EXCHANGES + 1))
+                    pusher.close()
+    rows = compared("exchange", seconds, _BASELINE)
     for row in rows:
-        if row["exchange"] in used:
-            row["CPU ms"] = round(min(used[row["exchange"]]) / (exchanges + 1) * 1e3, 1)
+        row["MB each way"] = round(size * (2 if "bfloat16" in row["exchange"] else 4) / 1e6, 1)
+        if row["exchange"] in cpu:
+            row["CPU ms"] = round(1e3 * min(cpu[row["exchange"]]), 1)
     return rows
 
 
-def between_machines(name: str, rounds: int, exchanges: int = 5) -> list[dict[str, Any]]:
+def between_machines(name: str, size: int, rounds: int) -> list[dict[str, Any]]:
     """With TLS and without, by turns."""
-    measured: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    with links.Link(_RATES[name]) as link:
+    measured: dict[str, list[dict[str, Any]]] = {"plain": [], "TLS": []}
+    with _namespaces(_RATES[name]) as (on_server, on_worker):
         for _ in range(rounds):
             for tls, results in measured.items():
-                server = [__name__, "server", "float32", links.ADDRESSES[0], str(int(tls))]
-                with Peer(*server, prefix=link.inside(0)) as peer:
-                    client = [sys.executable, "-m", __name__, "client", peer.address, str(int(tls)), str(exchanges)]
+                secure = str(int(tls == "TLS"))
+                with Peer(__name__, "server", "float32", _ADDRESSES[0], secure, prefix=on_server) as peer:
+                    client = [sys.executable, "-m", __name__, "client", peer.address, str(size), secure]
                     before = peer.cpu_seconds
-                    done = subprocess.run([*link.inside(1), *client], capture_output=True, text=True)
+                    done = subprocess.run([*on_worker, *client], capture_output=True, text=True)
                     assert done.returncode == 0, done.stderr
                     results.append(json.loads(done.stdout))
-                    results[-1]["cpu"] += (peer.cpu_seconds - before) / (exchanges + 1)
-    best = min(min(result["times"]) for result in measured[False])
-    rows = []
-    for tls, results in measured.items():
-        times = [seconds for result in results for seconds in result["times"]]
-        rows.append(
-            {
-                _LINK_COLUMNS[0]: f"{name}, {'TLS' if tls else 'plain'}",
-                "x plain": f"{min(times) / best:.2f}x",
-                "ms": round(min(times) * 1e3, 1),
-                "worst ms": round(max(times) * 1e3, 1),
-                "CPU ms": round(min(result["cpu"] for result in results) * 1e3, 1),
-                "join ms": round(min(result["join"] for result in results) * 1e3, 1),
-            }
-        )
+                    results[-1]["cpu"] += (peer.cpu_seconds - before) / (_EXCHANGES + 1)
+    times = {tls: [t for result in results for t in result["times"]] for tls, results in measured.items()}
+    rows = compared("tls", times, "plain")
+    for row in rows:
+        results, row["x plain"] = measured[row["tls"]], row["relative"]
+        row[_LINK_COLUMNS[0]] = f"{name}, {row['tls']}"
+        row["CPU ms"] = round(1e3 * min(result["cpu"] for result in results), 1)
+        row["join ms"] = round(1e3 * min(result["join"] for result in results), 1)
     return rows
 
 
-def _times(work: Callable[[], None], repeats: int) -> list[float]:
-    work()  # the first has memory to find
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return times
+@contextmanager
+def _namespaces(rate: str) -> Iterator[list[list[str]]]:
+    """Two network namespaces with a link between them. Gives the two command prefixes that start a program inside.
+
+    ``rate`` is the speed of the link as tc writes it, such as 1gbit. It is empty for a link as fast as the machine.
+    """
+    names = [f"ringmaster-{os.getpid()}-{side}" for side in "ab"]
+    devices = [f"rm{os.getpid() % 100000}{side}" for side in "ab"]
+
+    def call(text: str) -> None:
+        subprocess.run(text.split(), check=True, capture_output=True)
+
+    try:
+        for namespace in names:
+            call(f"ip netns add {namespace}")
+        call(f"ip link add {devices[0]} netns {names[0]} type veth peer name {devices[1]} netns {names[1]}")
+        for namespace, device, address in zip(names, devices, _ADDRESSES, strict=True):
+            call(f"ip -n {namespace} addr add {address}/24 dev {device}")
+            for each in ("lo", device):
+                call(f"ip -n {namespace} link set {each} up")
+            if rate:
+                call(f"tc -n {namespace} qdisc add dev {device} root handle 1: htb default 1")
+                call(f"tc -n {namespace} class add dev {device} parent 1: classid 1:1 htb rate {rate}")
+        yield [["ip", "netns", "exec", namespace] for namespace in names]
+    finally:
+        for namespace in names:
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 
 
-def _row(name: str, times: list[float], baseline: float, size: int) -> dict[str, Any]:
-    bytes_each = 2 if "bfloat16" in name else 4
-    return {
-        "exchange": name,
-        "relative": f"{min(times) / baseline:.2f}x",
-        "ms": round(min(times) * 1e3, 1),
-        "worst ms": round(max(times) * 1e3, 1),
-        "MB each way": round(size * bytes_each / 1e6, 1),
-    }
+def _times(exchange: Callable[[], object], repeats: int) -> list[float]:
+    exchange()  # the first one allocates memory
+    return seconds_of(exchange, repeats)
 
 
-# --- plain TCP ---------------------------------------------------------------------------------------------------
+# --- in the other processes ----------------------------------------------------------------------------------------
 
 
-def _raw_exchange(address: str, size: int) -> Callable[[], None]:
-    host, _, port = address.rpartition(":")
-    stream = socket.create_connection((host, int(port)))
-    outgoing, incoming = bytes(size), bytearray(size)
+def _client(address: str, size: int, tls: bool) -> None:
+    """A worker on another machine. Prints its times, the seconds of its join, and the CPU seconds of an exchange."""
+    from ringmaster_dist.transport import star  # noqa: F401  (the import of torch's RPC is not part of a join)
+
+    began = time.perf_counter()
+    pusher = Pusher(address, size, Wire(), tls=tls)
+    joined, before = time.perf_counter() - began, time.process_time()
+    times = _times(pusher.push, _EXCHANGES)
+    cpu = (time.process_time() - before) / (_EXCHANGES + 1)
+    print(json.dumps({"times": times, "join": joined, "cpu": cpu}), flush=True)
+    os._exit(0)
+
+
+def _answer(exchange: Callable[[], object]) -> None:
+    """Reads a number of exchanges, and prints their seconds."""
+    exchange()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_times(exchange, int(line))), flush=True)
+
+
+def _start(target: Callable[..., None], *arguments: int) -> None:
+    multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True).start()
+
+
+def _tcp(size: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        _start(_tcp_echo, size, listener.getsockname()[1])
+        stream, _ = listener.accept()
+    outgoing, incoming = bytes(4 * size), bytearray(4 * size)
 
     def exchange() -> None:
         stream.sendall(outgoing)
         _receive(stream, incoming)
 
-    return exchange
+    _answer(exchange)
+
+
+def _tcp_echo(size: int, port: int) -> None:
+    stream, buffer = socket.create_connection(("127.0.0.1", port)), bytearray(4 * size)
+    while _receive(stream, buffer):
+        stream.sendall(buffer)
 
 
 def _receive(stream: socket.socket, into: bytearray) -> bool:
+    """Fills the buffer. False if the other side has closed the connection."""
     rest = memoryview(into)
     while rest:
         count = stream.recv_into(rest)
@@ -164,24 +199,12 @@ def _receive(stream: socket.socket, into: bytearray) -> bool:
     return True
 
 
-def _echo(size: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        print(f"127.0.0.1:{listener.getsockname()[1]}", flush=True)
-        stream, _ = listener.accept()
-        outgoing, incoming = bytes(size), bytearray(size)
-        while _receive(stream, incoming):
-            stream.sendall(outgoing)
-
-
-# --- gloo, Ray ---------------------------------------------------------------------------------------------------
-
-
 def _gloo(size: int) -> None:
-    """Rank 0, with rank 1 in a process of its own; tells the seconds of exchanges when asked."""
     import torch.distributed as dist
 
-    port = _free_port()
-    subprocess.Popen([sys.executable, "-m", __spec__.name, "gloo-echo", str(size), str(port)])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]  # free once the listener is closed
+    _start(_gloo_echo, size, port)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
     outgoing, incoming = torch.randn(size), torch.empty(size)
 
@@ -201,7 +224,7 @@ def _gloo_echo(size: int, port: int) -> None:
         while True:
             dist.recv(buffer, 0)
             dist.send(buffer, 0)
-    except RuntimeError:  # the other side has gone
+    except RuntimeError:  # the other process has ended
         os._exit(0)
 
 
@@ -210,7 +233,7 @@ def _ray(size: int) -> None:
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # it ends its own processes then, and in silence
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that Ray ends its own processes
 
     class Server:
         def push(self, gradient: Any) -> Any:
@@ -221,63 +244,12 @@ def _ray(size: int) -> None:
     _answer(lambda: ray.get(server.push.remote(gradient)))
 
 
-def _answer(exchange: Callable[[], Any]) -> None:
-    exchange()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(_times(exchange, int(line))), flush=True)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-# --- ours --------------------------------------------------------------------------------------------------------
-
-
-def _client(address: str, tls: bool, exchanges: int) -> None:
-    """A worker on another machine: tells its times, the seconds its join took, and the CPU seconds of an exchange."""
-    from ringmaster_dist.transport import star  # noqa: F401  (torch's start is not part of a join)
-    from ringmaster_dist.transport.memory import keep_memory
-
-    keep_memory()
-    size = sum(parameter.size for parameter in paper_parameters())
-    began = time.perf_counter()
-    exchange, _ = _our_exchange(address, _WIRES["float32"], size, tls)
-    joined, before = time.perf_counter() - began, time.process_time()
-    times = _times(exchange, exchanges)
-    used = (time.process_time() - before) / (exchanges + 1)
-    print(json.dumps({"times": times, "join": joined, "cpu": used}), flush=True)
-    os._exit(0)
-
-
-def _our_exchange(address: str, wire: Wire, size: int, tls: bool) -> tuple[Callable[[], None], Callable[[], None]]:
-    from ringmaster_dist.transport.star import Client
-
-    client = Client(address, token=TOKEN, tls=tls, connect_seconds=10.0, call_seconds=60.0)
-    welcome = client.join(JoinRequest(PROTOCOL_VERSION, TOKEN, 0))
-    assert welcome.snapshot is not None
-    gradient, at = torch.randn(size), [0, welcome.snapshot.version]
-    ends = Ends(wire, size, torch.float32)
-
-    def exchange() -> None:
-        push = Push(at[0], at[1], ends.pack_gradient(gradient), 0.0, 0.0)
-        snapshot = client.push(welcome.session, push).snapshot
-        assert snapshot is not None
-        assert snapshot.version == at[1] + 1
-        at[0], at[1] = at[0] + 1, snapshot.version
-
-    return exchange, client.close
-
-
 if __name__ == "__main__":
-    others: dict[str, Callable[..., None]] = {"tcp": _echo, "gloo": _gloo, "gloo-echo": _gloo_echo, "ray": _ray}
-    if sys.argv[1] in others:
-        others[sys.argv[1]](*map(int, sys.argv[2:]))
-    elif sys.argv[1] == "client":
-        _client(sys.argv[2], sys.argv[3] == "1", int(sys.argv[4]))
+    kind, *words = sys.argv[1:]
+    if kind == "client":
+        _client(words[0], int(words[1]), words[2] == "1")
+    elif kind == "server":
+        wire, host, tls = words
+        serve("nanochat", _WIRES[wire], threshold=float("inf"), updates=False, host=host, tls=tls == "1")
     else:
-        host, tls = sys.argv[3], sys.argv[4] == "1"
-        serve("nanochat", _WIRES[sys.argv[2]], threshold=float("inf"), updates=False, host=host, tls=tls)
+        {"tcp": _tcp, "gloo": _gloo, "ray": _ray}[kind](int(words[0]))

@@ -1,4 +1,4 @@
-"""The processes on the other side of a bench: a server with the paper's layout, and clients that only push."""
+"""The other side of a bench: its processes, a server of the paper's layout, and a worker that only pushes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ringmaster_dist.bench.update import paper_parameters
-from ringmaster_dist.wire import Wire
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
+from ringmaster_dist.algorithm.methods import Change, Method
+from ringmaster_dist.algorithm.schedules import Constant
+from ringmaster_dist.algorithm.update import Update
+from ringmaster_dist.bench.arithmetic import paper_layout
+from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push, Receipt
+from ringmaster_dist.wire import Ends, Wire
 
-TOKEN = "a token of benches only"
+_TOKEN = "a token of benches only"
 
 
 class Peer:
-    """A process that runs ``module`` with arguments; its first line, when it is ready, says where it listens."""
+    """A process that runs ``module`` with arguments. Its first line says that it is ready, and where it listens."""
 
     def __init__(self, module: str, *arguments: str, prefix: Sequence[str] = ()) -> None:
         command = [*prefix, sys.executable, "-m", module, *arguments]
@@ -28,12 +33,11 @@ class Peer:
 
     @cached_property
     def address(self) -> str:
-        """Waits until it is ready: several may be started together, and be waited for then."""
+        """Blocks until the process is ready. It is empty if the process has failed."""
         return self.answer()
 
     @property
     def cpu_seconds(self) -> float:
-        """That it and the processes it has started have used so far."""
         return cpu_seconds(self._process.pid)
 
     def ask(self, text: str) -> None:
@@ -48,29 +52,34 @@ class Peer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._process.terminate()
         self._process.wait()
 
 
+def descendants(pid: int) -> Iterator[int]:
+    """A process, its children, their children, and so on."""
+    yield pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield from descendants(int(child))
+
+
 def cpu_seconds(pid: int) -> float:
-    """Of a process and its children, which it may have replaced itself by or have started."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ticks = int(fields[11]) + int(fields[12])
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return ticks / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(int(child)) for child in children)
+    """CPU seconds that a process and its descendants have used so far."""
+    ticks = 0
+    for each in descendants(pid):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
-class Ignore:
-    """A journal that keeps nothing."""
+class NoJournal:
+    """A journal that records nothing."""
 
-    def arrival(self, *arguments: Any) -> None: ...
+    def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None: ...
 
-    def membership(self, *arguments: Any) -> None: ...
+    def membership(self, worker: int, event: str, pushes: int, slot: int) -> None: ...
 
-    def change(self, *arguments: Any) -> None: ...
+    def change(self, time: float, change: Change) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -78,34 +87,64 @@ class Ignore:
         return {}
 
 
+class NoArithmetic(Update):
+    """An update that leaves the iterate as it is. Versions count all the same."""
+
+    def apply(self, *arguments: Any, **settings: Any) -> None: ...
+
+
+def layout_of(problem: str) -> Layout:
+    """The layout of the paper's model (``nanochat``) or of a small vector (``quadratic``)."""
+    return paper_layout() if problem == "nanochat" else Layout([Parameter("x", (1729,))], GEOMETRY_MAPS["muon"])
+
+
 def serve(
-    problem: str, wire: Wire, *, threshold: float, updates: bool, compute_threads: int = 1, host: str = "127.0.0.1",
-    tls: bool = True,
-) -> None:  # fmt: skip
-    """Serves until the process is ended. Without ``updates`` versions count on and nothing is computed."""
-    from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
-    from ringmaster_dist.algorithm.methods import Method
-    from ringmaster_dist.algorithm.schedules import Constant
-    from ringmaster_dist.algorithm.update import Update
+    problem: str, wire: Wire, *, threshold: float, updates: bool, host: str = "127.0.0.1", tls: bool = True
+) -> None:
+    """Serves until the process is ended. Without ``updates`` nothing is computed."""
     from ringmaster_dist.server.core import ServerCore
     from ringmaster_dist.server.service import Service, Settings
     from ringmaster_dist.transport.memory import return_memory
     from ringmaster_dist.transport.star import Host
 
     return_memory()
-    torch.set_num_threads(compute_threads)
-    parameters = paper_parameters() if problem == "nanochat" else [Parameter("x", (1729,))]
-    layout = Layout(parameters, GEOMETRY_MAPS["muon"])
-    update = Update(layout)
-    if not updates:
-        update.apply = lambda *arguments, **settings: None  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    layout = layout_of(problem)
+    update = Update(layout) if updates else NoArithmetic(layout)
     method = Method(Constant(1e-6, 0.05, threshold))
     core = ServerCore(torch.zeros(layout.size), method, update, wire.gradient_dtype)
     settings = Settings(
-        "", "", TOKEN, max_updates=float("inf"), max_seconds=float("inf"), lease_seconds=600.0, wire=wire
+        "", "", _TOKEN, max_updates=float("inf"), max_seconds=float("inf"), lease_seconds=600.0, wire=wire
     )
-    service = Service(core, settings, Ignore())
-    hosted = Host(service, host, 0, token=TOKEN, tensor_bytes=4 * layout.size, tls=tls)
+    service = Service(core, settings, NoJournal())
+    hosted = Host(service, host, 0, token=_TOKEN, tensor_bytes=4 * layout.size, tls=tls)
     service.start()
     print(hosted.address, flush=True)
     signal.pause()
+
+
+class Pusher:
+    """A worker that pushes the same gradient, (size,), again and again. A process has one at a time."""
+
+    def __init__(self, address: str, size: int, wire: Wire, *, tls: bool = True) -> None:
+        from ringmaster_dist.transport.memory import keep_memory
+        from ringmaster_dist.transport.star import Client
+
+        keep_memory()
+        self._client = Client(address, token=_TOKEN, tls=tls, connect_seconds=10.0, call_seconds=60.0)
+        welcome = self._client.join(JoinRequest(PROTOCOL_VERSION, _TOKEN, 0))
+        assert welcome.snapshot is not None
+        self._session, self.version = welcome.session, welcome.snapshot.version
+        self._gradient, self._sequence = torch.randn(size), 0
+        self._ends = Ends(wire, size, torch.float32)
+        self.close = self._client.close
+
+    def push(self, version: int | None = None) -> bool:
+        """Pushes a gradient of this version, or of the newest. Returns whether it was accepted."""
+        at = self.version if version is None else version
+        push = Push(self._sequence, at, self._ends.pack_gradient(self._gradient), 0.0, 0.0)
+        reply = self._client.push(self._session, push)
+        assert reply.receipt is not None
+        assert reply.snapshot is not None
+        self._sequence, self.version = self._sequence + 1, reply.snapshot.version
+        return reply.receipt.verdict.value == "accepted"

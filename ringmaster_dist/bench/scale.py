@@ -1,15 +1,22 @@
 """``ringmaster bench scale``: how large a cluster one server carries, from what is measured here and what is assumed.
 
-Measured: the server's update on two models, from which two rates of this machine follow, and a third model as a check.
-Simulated: what a mixed cluster of N workers delivers and how much of it is accepted. Assumed, and printed: the links, a
-GPU to serve from, and the gradient times of workers (the paper's table for its own model, arithmetic for a larger one).
+Two updates are measured, from which two rates of this machine follow, and a third as a check. The simulator says what a
+mixed cluster of N workers delivers and how much of it is accepted. The links, a GPU to serve from and the gradient
+times of workers are assumed: the paper's table for its own model, and arithmetic for a larger one.
+
+Each accepted gradient costs the server one update, and moves the model once in and once out. Links are full duplex, and
+transfers overlap with updates, so the smaller of the two rates is the limit. Workers ask for one exchange per gradient.
+Local accumulation of ``k`` gradients divides the number of exchanges, a narrower wire divides the bytes, and shards
+divide both costs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,28 +24,69 @@ from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
 from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.bench import show
-from ringmaster_dist.bench.update import _ours, paper_parameters
+from ringmaster_dist.bench.arithmetic import paper_parameters, update_step
 from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS, base_seconds
 from ringmaster_dist.simulation.forecast import forecast
-from ringmaster_dist.theory.capacity import (
-    Machine,
-    Model,
-    fitted,
-    largest_cluster,
-    orthogonalization_flops,
-    transfer_seconds,
-    update_seconds,
-)
+
+_ORTHOGONALIZATION_STEPS = 5
+_ELEMENTWISE_BYTES = 5 * 4  # iterate, momentum and gradient are read, iterate and momentum written, fp32
+
+
+class Model(NamedTuple):
+    name: str
+    parameters: int
+    flops: float  # of one update's orthogonalisations
+
+
+class Machine(NamedTuple):
+    name: str
+    flops_per_second: float
+    memory_bytes_per_second: float
+
+
+def orthogonalization_flops(shapes: Iterable[tuple[int, int]]) -> float:
+    """Of the plain iteration, which computes a Gram matrix, its square and a product five times."""
+    total = 0.0
+    for rows, cols in shapes:
+        short, long = min(rows, cols), max(rows, cols)
+        total += _ORTHOGONALIZATION_STEPS * 2.0 * (2.0 * short * short * long + float(short) ** 3)
+    return total
+
+
+def fitted(name: str, measured: Iterable[tuple[Model, float]]) -> Machine:
+    """The machine whose two rates explain two measured update times."""
+    (a, a_seconds), (b, b_seconds) = measured
+    determinant = a.flops * b.parameters - b.flops * a.parameters
+    per_flop = (a_seconds * b.parameters - b_seconds * a.parameters) / determinant
+    per_parameter = (a.flops * b_seconds - b.flops * a_seconds) / determinant
+    return Machine(name, 1.0 / max(per_flop, 1e-18), _ELEMENTWISE_BYTES / max(per_parameter, 1e-18))
+
+
+def update_seconds(model: Model, machine: Machine, shards: int = 1) -> float:
+    arithmetic = model.flops / machine.flops_per_second
+    return (arithmetic + model.parameters * _ELEMENTWISE_BYTES / machine.memory_bytes_per_second) / shards
+
+
+def transfer_seconds(model: Model, link_bytes_per_second: float, wire_bytes: int, shards: int = 1) -> float:
+    """One way. The other way goes at the same time."""
+    return model.parameters * wire_bytes / link_bytes_per_second / shards
+
+
+def largest_cluster(exchanges_per_second: float, mean_rate: float, accumulation: int = 1) -> int:
+    """The number of workers with ``mean_rate`` gradients per second each that one server keeps up with."""
+    return int(exchanges_per_second * accumulation / mean_rate)
+
 
 _GPU = Machine("a GPU (assumed: 100 Tflop/s, 2 TB/s)", 100e12, 2e12)
 _LINKS = {"10 Gbit/s": 10e9 / 8, "100 Gbit/s": 100e9 / 8}
-_WORKER_FLOPS, _TOKENS = 0.4 * 312e12, 65_536  # of a worker's GPU in use, and tokens per gradient of the larger model
+_WORKER_FLOPS = 0.4 * 312e12  # per second, of a worker's GPU
+_TOKENS = 65_536  # per gradient of the larger model
 _WORKERS, _WORKERS_QUICK = (1, 4, 16, 64, 256, 1024), (4, 16)
 _WIRES = {"float32": 4, "bfloat16": 2}
 
 
 def transformer(blocks: int, width: int, vocabulary: int) -> list[Parameter]:
-    """The matrices of an ordinary one: 12 width^2 per block, two embeddings."""
+    """The matrices of an ordinary transformer: 12 width^2 per block, and two embeddings."""
     parameters = [Parameter("embedding", (vocabulary, width), "embedding")]
     for i in range(blocks):
         parameters += [Parameter(f"{i}.attention.{j}", (width, width)) for j in range(4)]
@@ -68,7 +116,7 @@ def run(quick: bool, as_json: bool) -> None:
 
 
 def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
-    """By the seconds of one thread, which a server has by default, so that what else the machine does counts little."""
+    """By the CPU seconds of one thread, the default of a server, so that other load on the machine counts little."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     models = [
@@ -78,9 +126,9 @@ def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
     ]
     times = []
     for _, parameters in models:
-        step = _ours(Layout(parameters, GEOMETRY_MAPS["muon"]))
+        step = update_step(Layout(parameters, GEOMETRY_MAPS["muon"]))
         step()
-        times.append(min(_own_seconds(step) for _ in range(repeats)))
+        times.append(min(_thread_seconds(step) for _ in range(repeats)))
     sizes = [described(*model) for model in models]
     machine = fitted("this machine, one thread", zip(sizes[:2], times[:2], strict=True))
     rows = [
@@ -91,24 +139,19 @@ def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
     return machine, rows
 
 
-def _own_seconds(step: Callable[[], None]) -> float:
+def _thread_seconds(step: Callable[[], None]) -> float:
     began = time.thread_time()
     step()
     return time.thread_time() - began
 
 
 def limits(models: list[Model], machines: list[Machine]) -> list[dict[str, Any]]:
-    rows = []
-    for model in models:
-        for machine in machines:
-            for wire, width in _WIRES.items():
-                moved = {name: 1.0 / transfer_seconds(model, link, width) for name, link in _LINKS.items()}
-                rows.append(
-                    {"model": model.name, "server": machine.name, "wire": wire,
-                     "updates/s": _short(1.0 / update_seconds(model, machine)),
-                     **{name: _short(rate) for name, rate in moved.items()}}
-                )  # fmt: skip
-    return rows
+    return [
+        {"model": model.name, "server": machine.name, "updates/s": _short(1.0 / update_seconds(model, machine)),
+         "wire": wire,
+         **{name: _short(1.0 / transfer_seconds(model, link, width)) for name, link in _LINKS.items()}}
+        for model, machine, (wire, width) in product(models, machines, _WIRES.items())
+    ]  # fmt: skip
 
 
 def clusters(model: Model, machine: Machine, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -116,7 +159,7 @@ def clusters(model: Model, machine: Machine, sizes: tuple[int, ...]) -> list[dic
     for workers in sizes:
         times = base_seconds("gpus", workers, GPU_GRADIENT_SECONDS["A100"]).tolist()
         played = forecast(times, Method(Constant(0.1, 0.1, workers)), jitter=0.05, interrupt=True, horizon_seconds=3.0)
-        moved = played.gradients_per_second * model.parameters * 4
+        moved = played.gradients_per_second * model.parameters * 4  # bytes per second
         rows.append(
             {"workers": workers, "gradients/s": _short(played.gradients_per_second),
              "accepted/s": _short(played.updates_per_second), "MB/s each way": _short(moved / 1e6),
@@ -128,24 +171,23 @@ def clusters(model: Model, machine: Machine, sizes: tuple[int, ...]) -> list[dic
 
 
 def largest(models: list[tuple[Model, float]], machines: list[Machine]) -> list[dict[str, Any]]:
+    """Each column adds a remedy to the one before. A model comes with the rate of its mean worker."""
     rows = []
-    for model, rate in models:
-        for machine in machines:
-            for name, link in _LINKS.items():
-
-                def carried(
-                    wire: int, accumulation: int, shards: int, model: Model = model, machine: Machine = machine,
-                    link: float = link, rate: float = rate,
-                ) -> int | str:  # fmt: skip
-                    slower = max(update_seconds(model, machine, shards), transfer_seconds(model, link, wire, shards))
-                    return largest_cluster(1.0 / slower, rate, accumulation) or "<1"
-
-                rows.append(
-                    {"model": model.name, "server and link": f"{machine.name.partition(' (')[0]}, {name}",
-                     "as it is": carried(4, 1, 1), "bfloat16": carried(2, 1, 1),
-                     "+ 8 accumulated": carried(2, 8, 1), "+ 4 shards": carried(2, 8, 4)}
-                )  # fmt: skip
+    for (model, rate), machine, (name, link) in product(models, machines, _LINKS.items()):
+        carried = partial(_carried, model, machine, link, rate)
+        rows.append(
+            {"model": model.name, "server and link": f"{machine.name.partition(' (')[0]}, {name}",
+             "as it is": carried(4, 1, 1), "bfloat16": carried(2, 1, 1),
+             "+ 8 accumulated": carried(2, 8, 1), "+ 4 shards": carried(2, 8, 4)}
+        )  # fmt: skip
     return rows
+
+
+def _carried(
+    model: Model, machine: Machine, link: float, rate: float, wire: int, accumulation: int, shards: int
+) -> int | str:
+    slower = max(update_seconds(model, machine, shards), transfer_seconds(model, link, wire, shards))
+    return largest_cluster(1.0 / slower, rate, accumulation) or "<1"
 
 
 def _paper_rate() -> float:

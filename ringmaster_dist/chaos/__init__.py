@@ -1,1 +1,1 @@
-"""A training under faults, by a seeded schedule, and what became of it."""
+"""A training under faults, which a seeded schedule chooses, and an account of the result."""

@@ -9,8 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ringmaster_dist.chaos.injector import Injector
-from ringmaster_dist.chaos.schedule import KINDS, WORKER_KINDS
+from ringmaster_dist.chaos.faults import KINDS, WORKER_KINDS, Injector
 from ringmaster_dist.simulation.replay import replay
 
 

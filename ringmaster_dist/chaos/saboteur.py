@@ -1,6 +1,6 @@
-"""Inside a worker that is to suffer: SIGUSR1 makes its next gradient NaN, SIGUSR2 breaks all its connections.
+"""Faults inside a worker: SIGUSR1 makes its next gradient NaN, and SIGUSR2 breaks all its connections.
 
-What was done is told in ``faults.jsonl`` of the run directory, so that a fault that did not strike is not counted.
+The worker records each of them in ``faults.jsonl`` of the run directory, so that only faults that happened are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAN, DISCONNECT = signal.SIGUSR1, signal.SIGUSR2
 
 
 class _Poisoned:
-    """A problem whose next gradient may be spoilt."""
+    """A problem whose gradient is NaN when ``spoil()`` says so."""
 
     def __init__(self, problem: Any, spoil: Callable[[], bool]) -> None:
         self._problem, self._spoil = problem, spoil
@@ -39,8 +39,10 @@ class _Poisoned:
 
 
 class Saboteur:
-    def __init__(self, told: Path) -> None:
-        self._told, self._nans = told, 0
+    """Installs the signal handlers. They run in the main thread of the worker."""
+
+    def __init__(self, record: Path) -> None:
+        self._record_file, self._nans = record, 0
         signal.signal(NAN, self._on_nan)
         signal.signal(DISCONNECT, self._on_disconnect)
 
@@ -52,7 +54,7 @@ class Saboteur:
         if not self._nans:
             return False
         self._nans -= 1
-        self._tell("nan")
+        self._record("nan")
         return True
 
     def _on_nan(self, number: int, frame: FrameType | None) -> None:
@@ -68,10 +70,10 @@ class Saboteur:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
                         connection.shutdown(socket.SHUT_RDWR)
                         broken += 1
-            except OSError:  # it listens, or has just been closed
+            except OSError:  # the socket listens, or has just been closed
                 continue
-        self._tell("disconnect", connections=broken)
+        self._record("disconnect", connections=broken)
 
-    def _tell(self, kind: str, **more: int) -> None:
-        with self._told.open("a") as file:
+    def _record(self, kind: str, **more: int) -> None:
+        with self._record_file.open("a") as file:
             file.write(json.dumps({"kind": kind, "pid": os.getpid(), **more}) + "\n")

@@ -18,8 +18,7 @@ from ringmaster_dist.cli.parser import Parser, number, whole
 from ringmaster_dist.config.errors import UserError
 
 if TYPE_CHECKING:
-    from ringmaster_dist.chaos.injector import Injector
-    from ringmaster_dist.chaos.schedule import Fault
+    from ringmaster_dist.chaos.faults import Fault, Injector
     from ringmaster_dist.runtime.processes import SupervisedProcess
 
 _DEFAULTS = ["cluster.workers=8", "cluster.unit_seconds=0.1", "method=ringmaster", "method.threshold=16",
@@ -51,8 +50,8 @@ def run_chaos(arguments: Namespace, overrides: list[str]) -> int:
     Example
       ringmaster chaos seconds=60 faults=12 restarts=1
     """
+    from ringmaster_dist.chaos.faults import schedule
     from ringmaster_dist.chaos.report import account, show
-    from ringmaster_dist.chaos.schedule import schedule
     from ringmaster_dist.config.compose import compose, to_typed
 
     # The configuration is composed to report a mistake before anything is written.
@@ -77,7 +76,7 @@ def run_chaos(arguments: Namespace, overrides: list[str]) -> int:
 
 def _train(path: Path, overrides: list[str], seconds: float, faults: Sequence[Fault]) -> Injector:
     """One run under these faults, which is stopped after its time."""
-    from ringmaster_dist.chaos.injector import Injector, last_version
+    from ringmaster_dist.chaos.faults import Injector, last_version
     from ringmaster_dist.runtime.preparation import prepare
     from ringmaster_dist.runtime.supervisor import supervise
 

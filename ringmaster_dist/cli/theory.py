@@ -47,8 +47,8 @@ def _print(times: Sequence[float], what: str, updates: int, thresholds: Sequence
     from rich.console import Console
     from rich.table import Table
 
+    from ringmaster_dist import theory as bounds
     from ringmaster_dist.algorithm.schedules import agnostic
-    from ringmaster_dist.theory import bounds
 
     console = Console(file=sys.stdout)
     means = bounds.harmonic_means(times)
@@ -130,7 +130,7 @@ def _plot(times: Sequence[float], thresholds: Sequence[int], updates: int, path:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    from ringmaster_dist.theory import bounds
+    from ringmaster_dist import theory as bounds
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
     means = bounds.harmonic_means(times)

@@ -1,6 +1,6 @@
 """What people use instead: ``torch.optim.Muon`` for matrices and AdamW for the rest, with a rate for every role.
 
-It stands in the place of `Update`, so that the simulator plays it under the same delays, thresholds and schedule.
+It takes the place of `Update`, so that the simulator runs it under the same delays, thresholds and schedule.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from ringmaster_dist.algorithm.layout import Layout
 from ringmaster_dist.algorithm.update import Update
 
 _MOMENTUM = 0.95
-_BETAS, _EPSILON = (0.8, 0.95), 1e-10  # of AdamW, as nanochat has them
+_BETAS, _EPSILON = (0.8, 0.95), 1e-10  # of AdamW, as in nanochat
 
 
 class MuonAdamW(Update):
-    """Ours in shape alone: the optimizers of torch do the arithmetic, and keep their own momentum."""
+    """An `Update` whose arithmetic torch's optimizers do. They keep their own momentum."""
 
     def __init__(self, layout: Layout, rates: Mapping[str, float]) -> None:
-        """``rates`` are the learning rates of each role at eta = 1; a schedule's eta multiplies them."""
+        """``rates`` are the learning rates of each role at eta = 1. The eta of the schedule multiplies them."""
         super().__init__(layout)
-        self._variable, self._slope = torch.zeros(layout.size), torch.zeros(layout.size)
+        self._variable, self._slope = torch.zeros(layout.size), torch.zeros(layout.size)  # (size,) each
         by_role: dict[str, list[torch.nn.Parameter]] = {role: [] for role in rates}
         values, slopes = layout.views(self._variable), layout.views(self._slope)
         for parameter in layout.parameters:

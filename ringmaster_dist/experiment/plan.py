@@ -1,5 +1,7 @@
-"""What is run: the paper's methods, grids and delay regimes, at three sizes; the threshold that chooses itself; step
-sizes and radii for language models, versus the optimizers that people use instead.
+"""The runs of each experiment.
+
+There are the paper's methods, grids and delay regimes at three sizes, the automatic threshold, and step sizes and radii
+for language models, versus the optimizers that people use instead.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from itertools import product
 from typing import NamedTuple
 
 REGIMES = ("similar", "sublinear", "linear")
-AUTO = "ringmaster auto"  # beside the methods: ringmaster with method.threshold=auto
-CHANGE = "change"  # beside the regimes: similar workers, of which three quarters slow down in mid-run
+AUTO = "ringmaster auto"  # a contender next to the methods: ringmaster with method.threshold=auto
+CHANGE = "change"  # a regime next to the profiles: similar workers, of which three quarters slow down in mid-run
 GEOMETRIES = ("muon", "scion", "euclidean", "sign")
 ONE_ETA, RADII, BASELINE = "one eta", "radii", "Muon + AdamW"
-RATE = "rate."  # begins a key of the baseline's grid, which is the learning rate of a role
+RATE = "rate."  # the prefix of keys in the baseline's grid, the learning rates of the roles
 _EQUAL = [f"geometry.radius.{role}=1" for role in ("matrix", "embedding", "output", "scalar")]
-# What a contender is, where its name is not that of a method.
+# The overrides of a contender whose name is not that of a method.
 _CONTENDERS = {
     AUTO: ["method=ringmaster", "method.threshold=auto"],
     ONE_ETA: ["method=ringmaster", "geometry=scion", *_EQUAL],
@@ -25,7 +27,7 @@ _CONTENDERS = {
     BASELINE: ["method=ringmaster", "geometry=scion", "method.eta=1"],
 }
 _PHASES = f"[{{start_seconds: 200, rate: 0.05, workers: {list(range(4, 16))}}}]"
-# What a regime is, where its name is not that of a delay profile.
+# The overrides of a regime whose name is not that of a delay profile.
 _REGIMES = {
     CHANGE: ["cluster.profile=similar", f"cluster.phases={_PHASES}"],
     "sequential": ["cluster.workers=1", "cluster.profile=similar"],
@@ -43,13 +45,13 @@ class Job(NamedTuple):
 
     regime: str
     method: str
-    overrides: tuple[str, ...]  # what was chosen from the grid
+    overrides: tuple[str, ...]  # the choice from the grid
     seed: int
-    common: tuple[str, ...]  # what all runs of the regime share
+    common: tuple[str, ...]  # the overrides that all runs of the regime share
 
     @property
     def key(self) -> str:
-        """The same for the same run, whenever it is asked for."""
+        """A hash by which the result of this run is found again."""
         return hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
 
     @property
@@ -60,13 +62,13 @@ class Job(NamedTuple):
 
     @property
     def rates(self) -> dict[str, float]:
-        """The learning rates of the baseline by role; empty for ours."""
+        """The learning rates of the baseline by role. It is empty for our methods."""
         words = [word.removeprefix(RATE).split("=") for word in self.overrides if word.startswith(RATE)]
         return {role: float(value) for role, value in words}
 
 
 class Plan(NamedTuple):
-    """An experiment: for each method the values of each of its keys."""
+    """An experiment. ``grids`` has, for each method, the values of each of its keys."""
 
     name: str
     size: str
@@ -84,7 +86,7 @@ class Plan(NamedTuple):
                     yield Job(regime, method, chosen, 0, self._shared(regime))
 
     def final(self, job: Job) -> Iterator[Job]:
-        """The winner of a grid again, with other seeds than the one it won with."""
+        """The winner of a grid again, with other seeds than that of the tuning."""
         for seed in range(1, self.seeds + 1):
             yield job._replace(seed=seed)
 
@@ -93,7 +95,7 @@ class Plan(NamedTuple):
 
 
 def quadratic(size: str, seeds: int) -> Plan:
-    """n = 6174 workers, d = 1729, 2000 virtual seconds; ``smoke`` the same in small."""
+    """n = 6174 workers, d = 1729 and 2000 virtual seconds. ``smoke`` is the same in small."""
     thresholds = [1.0, 2, 4, 6, 8, 16, 32]
     grids: dict[str, dict[str, list[float]]] = {
         "ringmaster": {"method.eta": _powers(-6, 1), "method.threshold": thresholds},
@@ -114,7 +116,7 @@ def quadratic(size: str, seeds: int) -> Plan:
 
 
 def nanochat(size: str, seeds: int, workers: int) -> Plan:
-    """The paper's model and grids on 8 or 32 workers; ``cpu`` the tiny model on the standard library."""
+    """The paper's model and grids on 8 or 32 workers. ``cpu`` is the tiny model on the standard library."""
     grids: dict[str, dict[str, list[float]]] = {
         "ringmaster": {"method.eta": _powers(-2, 1), "method.threshold": [1.0, 2, 4, 8, 16]},
         "ringmaster_agnostic": {"method.eta": _powers(-2, 2)},
@@ -137,11 +139,11 @@ def nanochat(size: str, seeds: int, workers: int) -> Plan:
 
 
 def auto(size: str, seeds: int) -> Plan:
-    """The threshold that chooses itself beside the best fixed one: three regimes, and one that changes in mid-run."""
+    """The automatic threshold versus the best fixed one, in three regimes and one that changes in mid-run."""
     etas, thresholds = _powers(-5, -1), [1.0, 2, 4, 8, 16, 32]
     common = [
         "problem.dim=300",
-        "problem.noise=0.3",  # enough to be worth averaging over many gradients
+        "problem.noise=0.3",  # so much that it pays to average many gradients
         "cluster.workers=16",
         "budget.seconds=400",
         "run.samples=100",
@@ -185,12 +187,12 @@ def radii(size: str, seeds: int) -> Plan:
 
 
 def steps(size: str, seeds: int) -> Plan:
-    """The step size by method and geometry, on a language model: what config/steps.py suggests.
+    """The step size by method and geometry on a language model, which config/steps.py suggests.
 
-    The methods that average (rennala, synchronous) are left out: they take the step of ringmaster.
+    The methods that average (rennala, synchronous) are not run, because they take the step of ringmaster.
     """
     etas = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0]
-    later = [25 * eta for eta in etas]  # of the agnostic schedule, which falls with the number of updates
+    later = [25 * eta for eta in etas]  # for the agnostic schedule, which falls with the number of updates
     methods = ("ringmaster", "delay_adaptive", "asynchronous")
     grids = {"ringmaster_agnostic": {"method.eta": later}, **{name: {"method.eta": etas} for name in methods}}
     common: tuple[str, ...] = (*_LANGUAGE, "budget.updates=150", "cluster.workers=16", "problem.validation_rows=64",

@@ -1,4 +1,4 @@
-"""What is being minimised. A problem is anything with the shape of `Problem`; nobody else knows which it is."""
+"""What is minimised. Every other room knows a problem only by the protocol `Problem`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ringmaster_dist.algorithm.layout import Layout, Parameter
 
-# Asked now and then while a gradient is computed: whether it is still wanted.
+# Returns True when the gradient that is being computed is not wanted any more.
 Stop = Callable[[], bool]
 
 
@@ -18,12 +18,12 @@ def never() -> bool:
 
 
 def clip_factor(length: float, longest: float) -> float:
-    """What a gradient of this length is multiplied by, so that it is no longer than ``longest``."""
+    """The factor that makes a gradient of this norm no longer than ``longest``."""
     return min(1.0, longest / (length + 1e-6))
 
 
 class Interrupted(Exception):
-    """The gradient was not wanted any more; what was done for it is thrown away."""
+    """The gradient was not wanted any more, so its computation was stopped."""
 
 
 class Problem(Protocol):
@@ -31,23 +31,23 @@ class Problem(Protocol):
 
     parameters: Sequence[Parameter]
     dtype: torch.dtype
-    objective: str  # the key of `evaluate` that says how well the run goes
-    quick_to_evaluate: bool  # whether `evaluate` costs next to nothing
+    objective: str  # the key of `evaluate` that the run minimises
+    quick_to_evaluate: bool  # whether `evaluate` is so cheap that it is called for every row of metrics
 
     def bind(self, layout: Layout) -> None:
-        """Told once, before anything below: where the parameters lie in the flat tensors."""
+        """Says where the parameters lie in the flat tensors. It is called once, before the methods below."""
         ...
 
     def initial(self, seed: int) -> torch.Tensor:
-        """The first iterate, flat."""
+        """The first iterate, (layout.size,)."""
         ...
 
     def gradient(
         self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop = never
     ) -> tuple[torch.Tensor, float]:
-        """The gradient at the iterate for this draw, and the loss there.
+        """The gradient at the iterate for this draw, (layout.size,), and the loss there.
 
-        The tensor may be written again by the next call. Raises `Interrupted` if it noticed that ``stop()`` is true.
+        The next call may overwrite the tensor. Raises `Interrupted` if ``stop()`` became true on the way.
         """
         ...
 
@@ -57,12 +57,12 @@ class Problem(Protocol):
 
 
 def evaluate_at_the_end(problem: Problem, iterate: torch.Tensor) -> dict[str, float]:
-    """The closing evaluation: a problem may look at more data for it than while it trains."""
+    """The closing evaluation. A problem may use more data for it than for the evaluations during training."""
     thorough: Callable[[torch.Tensor], dict[str, float]] = getattr(problem, "evaluate_at_the_end", problem.evaluate)
     return thorough(iterate)
 
 
 def evaluated_on(problem: Problem, *, at_the_end: bool) -> str:
-    """What an evaluation looks at, in words; empty where the problem does not say."""
+    """The data of an evaluation in words, or an empty string if the problem does not say."""
     say: Callable[..., str] = getattr(problem, "evaluated_on", lambda at_the_end: "")
     return say(at_the_end=at_the_end)

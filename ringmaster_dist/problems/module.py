@@ -1,12 +1,12 @@
 """An ordinary ``nn.Module`` with its data as a problem.
 
-Its parameters are views of one flat buffer: on a GPU of its own, on the CPU of the snapshot itself. Handing a gradient
-out is one copy, into another flat buffer.
+Its parameters are views of one flat tensor (size,), where size is the number of trained parameters. On a GPU that
+tensor belongs to the problem. On a CPU it is the snapshot itself, so a new iterate costs no copy. A gradient is copied
+once, into another flat tensor (size,).
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -19,19 +19,19 @@ from ringmaster_dist import randomness
 from ringmaster_dist.algorithm.layout import ROLES, Layout, Parameter
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted, Stop, never
-from ringmaster_dist.problems.buffers import Buffers
+from ringmaster_dist.problems.module_state import Buffers, estimate, fingerprint_of, norms_of, settle
 from ringmaster_dist.problems.seeding import seeded
-from ringmaster_dist.problems.statistics import estimate, norms_of, settle
 
 Batch = Any
 
-STATISTICS_WORKER = 2**20  # whose batches the running statistics are computed from; no real worker has this id
-_ODD_WEIGHTS = 0.1  # standard deviation of the weights at which buffers are watched
-_EVALUATION_WORKER = STATISTICS_WORKER + 1  # whose draws an evaluation makes
+# No real worker has an id this large.
+STATISTICS_WORKER = 2**20  # its batches give the running statistics
+_EVALUATION_WORKER = STATISTICS_WORKER + 1  # its draws are those of an evaluation
+_ODD_WEIGHTS = 0.1  # standard deviation of the weights at which `_find_changing` looks for changing buffers
 
 
 def role_by_shape(name: str, parameter: nn.Parameter) -> str:
-    """Matrices are matrices, vectors are scalars' kin; what is called an embedding or a head is one."""
+    """A tensor with fewer than two dimensions is a scalar. Names tell embeddings and heads; the rest are matrices."""
     if parameter.ndim < 2:
         return "scalar"
     if "embed" in name or "wte" in name:
@@ -40,15 +40,17 @@ def role_by_shape(name: str, parameter: nn.Parameter) -> str:
 
 
 class ModuleProblem:
-    """``batches`` gives the micro-batches of a gradient; ``loss`` the mean loss of one.
+    """``batches(seed, worker, sequence)`` gives micro-batches, and ``loss(module, batch)`` the mean loss of one.
 
-    The gradient is the mean over the micro-batches. Between them, and after each of the modules ``watched`` in the
-    forward and in the backward pass, it is asked whether the gradient is still wanted.
+    The gradient is the mean over the micro-batches. It can be interrupted between micro-batches, and after each of the
+    ``watched`` modules in the forward and in the backward pass.
 
-    Parameters that require no gradient are frozen: they are no part of the variable. A gradient is a function of the
-    iterate and of (seed, worker, sequence): the global random generators are seeded with these, and buffers that a
-    forward pass has changed are put back. The running statistics of batch norm are computed before an evaluation and
-    an export, from ``statistics_batches`` training batches that ``seed`` chooses.
+    Parameters that require no gradient are frozen and not part of the iterate. A gradient is a function of the iterate
+    and of (seed, worker, sequence). For that, the global random generators are seeded, and buffers that a forward pass
+    has changed are restored. The running statistics of batch norm are computed before an evaluation and an export, from
+    ``statistics_batches`` training batches that ``seed`` chooses.
+
+    One thread uses it at a time.
     """
 
     objective = "loss"
@@ -71,11 +73,11 @@ class ModuleProblem:
         statistics_batches: int = 16,
         seed: int = 0,
     ) -> None:
-        """``loss_scales`` are tried in turn until the gradient is finite, for arithmetic of a narrow range (fp16)."""
+        """``loss_scales`` are tried in turn until the gradient is finite, which the small range of fp16 needs."""
         self.module, self.device = module.to(device), torch.device(device)
-        self.parameters: Sequence[Parameter] = _trainable(module, role)
+        self.parameters: Sequence[Parameter] = trainable_parameters(module, role)
         self.clip, self.seed = clip, seed
-        self.data_fingerprint = _fingerprint(module)
+        self.data_fingerprint = fingerprint_of(module)
         self._buffers = Buffers(module)
         self._batches, self._loss, self._evaluate = batches, loss, evaluate
         self._weight, self._loss_scales, self._statistics_batches = weight, loss_scales, statistics_batches
@@ -88,20 +90,20 @@ class ModuleProblem:
         named = dict(self.module.named_parameters())
         self._tensors = [named[p.name] for p in layout.parameters]  # in the order of the layout
         self._layout = layout
-        self._flat = torch.empty(layout.size, device=self.device)
+        self._flat = torch.empty(layout.size, device=self.device)  # (size,)
         with torch.no_grad():
             for view, tensor in zip(layout.views(self._flat).values(), self._tensors, strict=True):
                 view.copy_(tensor)
         self._point_at(self._flat)
 
     @cached_property
-    def _own_copy(self) -> torch.Tensor:
-        """The weights an evaluation computes with."""
+    def _evaluated(self) -> torch.Tensor:
+        """The weights of an evaluation, (size,)."""
         return self._flat if self.device.type != "cpu" else torch.empty(self._layout.size)
 
     @cached_property
     def _gradient(self) -> torch.Tensor:
-        """Made when the first gradient is: a server only evaluates."""
+        """(size,). It is allocated with the first gradient, because a server only evaluates."""
         return torch.zeros(self._layout.size, device=self.device)
 
     @cached_property
@@ -109,17 +111,18 @@ class ModuleProblem:
         return list(self._layout.views(self._gradient).values())
 
     @cached_property
-    def _handed(self) -> torch.Tensor:
-        """What is handed over is in host memory; a copy from a GPU is quicker into pinned pages."""
+    def _host_gradient(self) -> torch.Tensor:
+        """The gradient in host memory, (size,). A copy from a GPU is faster into pinned pages."""
         pinned = self.device.type == "cuda"
         return torch.empty(self._layout.size, pin_memory=True) if pinned else self._gradient
 
     def _point_at(self, flat: torch.Tensor) -> None:
+        """Makes the module's parameters views of ``flat``, (size,)."""
         for view, tensor in zip(self._layout.views(flat).values(), self._tensors, strict=True):
             tensor.data = view
 
     def initial(self, seed: int) -> torch.Tensor:
-        """The weights the module was made with."""
+        """The weights that the module was made with, (size,)."""
         return self._flat.detach().cpu().clone()
 
     def gradient(
@@ -131,7 +134,7 @@ class ModuleProblem:
         self.module.train()
         with self._draws_of(seed, worker_id, sequence):
             batches = self._draw_batches(seed, worker_id, sequence)
-            # Always from the largest scale on: a gradient is a function of the arguments alone, not of those before it.
+            # It always begins with the largest scale, because a gradient must not depend on earlier gradients.
             for scale in self._loss_scales:
                 loss = self._accumulate(batches, scale)
                 if scale == self._loss_scales[-1] or bool(torch.isfinite(self._gradient.sum())):
@@ -141,12 +144,12 @@ class ModuleProblem:
             factor *= min(1.0, self.clip * scale / (float(self._gradient.norm()) + 1e-6 * scale))
         if factor != 1.0:
             self._gradient.mul_(factor)
-        if self._handed is not self._gradient:
-            self._handed.copy_(self._gradient)
-        return self._handed, loss
+        if self._host_gradient is not self._gradient:
+            self._host_gradient.copy_(self._gradient)
+        return self._host_gradient, loss
 
     def _accumulate(self, batches: Sequence[Batch], scale: float) -> float:
-        """Puts the gradient, times the scale, into its buffer; gives the loss."""
+        """Writes the gradient times ``scale`` into its buffer, and returns the mean loss."""
         for tensor in self._tensors:
             tensor.grad = None
         total = 0.0
@@ -160,7 +163,7 @@ class ModuleProblem:
             torch.autograd.backward(loss if scale == 1.0 else loss * scale)
             total += float(loss.detach())
         for tensor, view in zip(self._tensors, self._gradient_views, strict=True):
-            if tensor.grad is None:  # it had no part in the loss
+            if tensor.grad is None:  # the loss does not depend on it
                 view.zero_()
             else:
                 view.copy_(tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad)
@@ -189,14 +192,14 @@ class ModuleProblem:
         return loss
 
     def load(self, iterate: torch.Tensor) -> None:
-        """Puts the weights into the module, which only reads them."""
+        """Puts the iterate, (size,), into the module, which only reads it."""
         if self.device.type == "cpu" and iterate.dtype == self.dtype:
             self._point_at(iterate)
         else:
             self._flat.copy_(iterate)
 
     def evaluate(self, iterate: torch.Tensor) -> dict[str, float]:
-        """A function of the iterate: its draws are the same each time."""
+        """The figures of the user's function. Its draws are the same each time, so they depend on the iterate alone."""
         if self._evaluate is None:
             return {}
         self._prepare(iterate)
@@ -204,13 +207,13 @@ class ModuleProblem:
             return _numbers(self._evaluate(self.module))
 
     def state_dict(self, iterate: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The module's whole state at the iterate, in host memory: frozen parameters, tied names and buffers too."""
+        """The module's whole state in host memory, with frozen parameters, tied names and buffers."""
         self._prepare(iterate)
         state = self.module.state_dict()
         return {name: t.detach().cpu().clone() for name, t in state.items() if isinstance(t, torch.Tensor)}
 
     def _prepare(self, iterate: torch.Tensor) -> None:
-        """The module in evaluation mode, with these weights and the running statistics that belong to them."""
+        """Puts the module into evaluation mode, with these weights and their running statistics."""
 
         def forward(draw: int) -> None:
             with torch.enable_grad(), self._draws_of(self.seed, STATISTICS_WORKER, draw):  # a loss may need gradients
@@ -220,7 +223,7 @@ class ModuleProblem:
         self._stop = never
         if self._changing is None and self._buffers.has_saved:
             self._changing = self._find_changing(forward)
-        self._point_at(self._own_copy.copy_(iterate))  # user code may write to its weights: never to the server's
+        self._point_at(self._evaluated.copy_(iterate))  # a copy, because user code may write to its weights
         self._buffers.restore()
         if not self._buffers.has_saved:
             self.module.eval()
@@ -230,9 +233,12 @@ class ModuleProblem:
         estimate(self.module, forward, self._statistics_batches)
 
     def _find_changing(self, forward: Callable[[int], None]) -> list[nn.Module]:
-        """At weights that are the same in every process, and where no buffer happens to fit already."""
+        """The modules that change buffers in training mode.
+
+        The weights are random, so that no buffer has its final value by chance, but the same in every process.
+        """
         drawn = torch.Generator().manual_seed(0)
-        self._point_at(self._own_copy.copy_(torch.randn(self._layout.size, generator=drawn).mul_(_ODD_WEIGHTS)))
+        self._point_at(self._evaluated.copy_(torch.randn(self._layout.size, generator=drawn).mul_(_ODD_WEIGHTS)))
         self._buffers.restore()
         self.module.train()
         forward(0)
@@ -242,13 +248,13 @@ class ModuleProblem:
 
     @property
     def unusual_buffers(self) -> list[str]:
-        """Of modules that change buffers while they train, other than running statistics; known after `evaluate`."""
+        """Modules that change buffers other than running statistics in training mode. Call `evaluate` first."""
         norms, changing = norms_of(self.module), self._changing or []
         named = {module: name for name, module in self.module.named_modules()}
         return sorted({named[owner] or "the module" for owner in changing if owner not in norms})
 
     def fixed_state(self, iterate: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is as the factory makes it, everywhere: frozen parameters, and buffers that no training changes."""
+        """Frozen parameters, and the buffers that training does not change. They are as the factory makes them."""
         self._prepare(iterate)
         moving = {*norms_of(self.module), *(self._changing or ())}
         skipped = {f"{name}.{key}" if name else key for name, owner in self.module.named_modules()
@@ -260,6 +266,7 @@ class ModuleProblem:
         }
 
     def _look(self, module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+        """A forward hook: checks now, and again when the backward pass has reached the output."""
         self._check()
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(self._check)
@@ -281,7 +288,7 @@ def _numbers(figures: object) -> dict[str, float]:
     return found
 
 
-def _trainable(module: nn.Module, role: Callable[[str, nn.Parameter], str]) -> list[Parameter]:
+def trainable_parameters(module: nn.Module, role: Callable[[str, nn.Parameter], str]) -> list[Parameter]:
     found = []
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -300,14 +307,3 @@ def _trainable(module: nn.Module, role: Callable[[str, nn.Parameter], str]) -> l
     if not found:
         raise Mistake(f"the module ({type(module).__name__}) has no parameters that require a gradient")
     return found
-
-
-def _fingerprint(module: nn.Module) -> str:
-    """Of what every machine has to make in the same way, because it does not travel: frozen parameters and buffers."""
-    digest = hashlib.sha256()
-    state = module.state_dict(keep_vars=True)
-    fixed = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and not t.requires_grad}
-    for name, tensor in fixed.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16] if fixed else ""

@@ -21,7 +21,7 @@ _spare: list[np.random.MT19937] = []  # one is made per level of nesting
 def seeded(bits: int, device: torch.device | str = "cpu") -> Iterator[None]:
     """Seeds torch (the CPU's generator, and the device's if it is a GPU), Python's random and numpy's legacy generator.
 
-    It costs about 25 microseconds. To copy numpy's state would cost 80 more, so its bit generator is exchanged. The
+    It takes about 25 microseconds. Copying numpy's state would take 80 more, so the bit generator is exchanged. The
     exchange drops the second normal number that numpy keeps after an odd number of draws.
     """
     generators = [torch.default_generator, *_of_gpu(torch.device(device))]

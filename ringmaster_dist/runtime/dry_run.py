@@ -12,8 +12,10 @@ import torch
 from ringmaster_dist.config.build import build_core, build_method, build_problem, build_wire, rows_of
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.problems import Problem
 from ringmaster_dist.runtime.supervisor import local_workers
 from ringmaster_dist.server import weights
+from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.forecast import forecast, horizon_of
 from ringmaster_dist.worker.job import device_of
 
@@ -22,43 +24,52 @@ _LONGEST_SECONDS, _MOST_REPEATS = 5.0, 5  # limits of one measurement; its first
 
 def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
     """Prints the forecast. ``initial`` are the weights that the run would begin from, or None for the problem's own."""
-    seed, cluster, budget = config.run.seed, config.cluster, config.budget
     device = device_of(0)
     problem = build_problem(config, device, rows_of(config, 0))
     core = build_core(config, problem)
-    size, iterate = core.update.layout.size, core.snapshot.iterate  # (size,)
+    iterate = core.snapshot.iterate  # (size,)
     if initial is not None:
         iterate = weights.flat(initial, core.update.layout, problem.dtype)
-    roles = sorted({parameter.role for parameter in problem.parameters})
-    print(f"problem: {config.problem.name}, {size:,} parameters ({', '.join(roles)}), method.eta={config.method.eta:g}")
+    roles = ", ".join(sorted({parameter.role for parameter in problem.parameters}))
+    size = f"{core.update.layout.size:,} parameters ({roles})"
+    print(f"problem: {config.problem.name}, {size}, method.eta={config.method.eta:g}")
+    gradient_seconds, update_seconds = _measure(config, problem, core, iterate)
+    print(f"one gradient: {_duration(gradient_seconds)} on {device}; one update: {_duration(update_seconds)}")
+    _say_evaluation(config, problem, iterate)
+    _say_rates(config, core, device, gradient_seconds, update_seconds)
+    return 0
 
-    torch.set_num_threads(cluster.threads)
+
+def _measure(config: Config, problem: Problem, core: ServerCore, iterate: torch.Tensor) -> tuple[float, float]:
+    """Seconds of one gradient and of one update, each with the threads that it would have."""
+    seed = config.run.seed
+    torch.set_num_threads(config.cluster.threads)
     gradient_seconds = _seconds(lambda repeat: problem.gradient(iterate, seed, 0, repeat))
-    gradient = problem.gradient(iterate, seed, 0, 0)[0].to(core.gradient_dtype)
+    gradient = problem.gradient(iterate, seed, 0, 0)[0].to(core.gradient_dtype)  # (size,)
     torch.set_num_threads(config.server.compute_threads)
     spare = torch.empty_like(iterate)
     update_seconds = _seconds(
         lambda repeat: core.update.apply(iterate, core.momentum, gradient, eta=1e-12, alpha=0.05, out=spare)
     )
+    return gradient_seconds, update_seconds
+
+
+def _say_evaluation(config: Config, problem: Problem, iterate: torch.Tensor) -> None:
     began = time.perf_counter()
     evaluation = problem.evaluate(iterate)
-    evaluation_seconds = time.perf_counter() - began
-    print(f"one gradient: {_duration(gradient_seconds)} on {device}; one update: {_duration(update_seconds)}")
+    seconds = time.perf_counter() - began
     shown = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.items())
     often = "with every row" if problem.quick_to_evaluate else f"after every {config.eval.every} updates"
-    print(
-        f"one evaluation: {_duration(evaluation_seconds)}, {often}" + (f" ({shown} at the beginning)" if shown else "")
-    )
+    print(f"one evaluation: {_duration(seconds)}, {often}" + (f" ({shown} at the beginning)" if shown else ""))
 
-    # Workers on this machine share its cores if they compute on the CPU.
-    paces = cluster_seconds(cluster, cluster.workers) if cluster.profile != "none" else [0.0] * cluster.workers
-    wanted = [max(pace, gradient_seconds) for pace in paces]
-    demand = cluster.threads * sum(gradient_seconds / seconds for seconds in wanted[: local_workers(config)])
-    crowding = max(1.0, demand / (os.cpu_count() or 1)) if device == "cpu" else 1.0
-    times = [max(float(pace), gradient_seconds * crowding) for pace in paces]
+
+def _say_rates(config: Config, core: ServerCore, device: str, gradient_seconds: float, update_seconds: float) -> None:
+    """Prints the forecast of updates per second, of the network, and of the end of the budget."""
+    cluster, budget = config.cluster, config.budget
+    times = _worker_seconds(config, device, gradient_seconds)
     played = forecast(
         times, build_method(config), jitter=cluster.jitter if cluster.profile != "none" else 0.0,
-        interrupt=config.method.interrupt, horizon_seconds=horizon_of(times), seed=seed,
+        interrupt=config.method.interrupt, horizon_seconds=horizon_of(times), seed=config.run.seed,
     )  # fmt: skip
     rate = min(played.updates_per_second, 1.0 / update_seconds)
     limit = "the server's arithmetic" if rate < played.updates_per_second else "the workers"
@@ -70,7 +81,7 @@ def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
         print(
             f"  nothing of {len(played.starving)} workers would be accepted: raise method.threshold or give them less"
         )
-    wire = build_wire(config)
+    wire, size = build_wire(config), core.update.layout.size
     up = size * (wire.gradient_dtype or core.update.dtype).itemsize
     down = size * (wire.iterate_dtype or core.update.dtype).itemsize
     per_second = min(played.gradients_per_second, 1.0 / update_seconds)
@@ -81,7 +92,16 @@ def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
     ends = [budget.updates / rate] if budget.updates and rate else []
     ends += [budget.seconds] if budget.seconds else []
     print(f"budget: used up after about {min(ends):,.0f} s" if ends else "budget: no update would be made")
-    return 0
+
+
+def _worker_seconds(config: Config, device: str, gradient_seconds: float) -> list[float]:
+    """Seconds per gradient of each worker. Workers on this machine share its cores if they compute on the CPU."""
+    cluster = config.cluster
+    paces = cluster_seconds(cluster, cluster.workers) if cluster.profile != "none" else [0.0] * cluster.workers
+    wanted = [max(pace, gradient_seconds) for pace in paces]
+    demand = cluster.threads * sum(gradient_seconds / seconds for seconds in wanted[: local_workers(config)])
+    crowding = max(1.0, demand / (os.cpu_count() or 1)) if device == "cpu" else 1.0
+    return [max(float(pace), gradient_seconds * crowding) for pace in paces]
 
 
 def _seconds(work: Callable[[int], object]) -> float:

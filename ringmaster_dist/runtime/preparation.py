@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omegaconf import DictConfig
 from rich.console import Console
 
 from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
@@ -40,49 +41,64 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
 
     Raises UserError at a mistake, and `RunIsOver` if resume=auto finds a run that has used up its budget.
     """
-    resumed = next((word.partition("=")[2] for word in overrides if word.startswith("resume=")), "")
-    if resumed == "auto":
-        composed = compose(overrides, "train")
-        resumed = _begun(composed.run.dir)
-        composed.resume = None
-        if resumed:
-            same_run(Path(resumed), composed)
-            composed.init = begun_from(Path(resumed))  # a resumed run keeps the init= that it began with
-    else:
-        resumed = "" if resumed == "null" else resumed
-        composed = continued(Path(resumed), overrides) if resumed else compose(overrides, "train")
+    composed, resumed = _composed(overrides)
     config = to_typed(composed, real_time=True)
     _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
     _refuse_plain_text(config)
     token = servers_token()
-    if resumed:
-        directory = RunDirectory.opened(Path(resumed))
-        try:
-            directory.refuse_if_in_use()
-        except RunDirectoryError as error:
-            raise UserError(str(error)) from error
-        _refuse_if_used_up(config, directory, asked="resume=auto" not in overrides)
-        rehearse(config, device_of(0))
-        if token:
-            directory.write_secret("token", token)
-        for name in ("summary.json", "final.safetensors"):  # they describe the run up to its last stop
-            (directory.path / name).unlink(missing_ok=True)
-    else:
-        initial = _rehearsed(config)
-        name = f"{config.problem.name}-{config.method.name}"
-        try:
-            directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
-        except RunDirectoryError as error:
-            raise UserError(str(error)) from error
-        write_initial(directory.path, initial)
-        directory.write_secret("token", token or secrets.token_hex(16))
+    try:
+        if resumed:
+            directory = _reopened(config, Path(resumed), token, asked="resume=auto" not in overrides)
+        else:
+            directory = _made(config, token)
+    except RunDirectoryError as error:
+        raise UserError(str(error)) from error
     composed.run.dir = str(directory.path)
     if config.cluster.profile == "file":  # workers on other machines do not have that file
         composed.cluster.times = measured_times(config.cluster)
     text = annotated(composed) + "\n"
     directory.write_config(text)
     return config, text, directory
+
+
+def _composed(overrides: list[str]) -> tuple[DictConfig, str]:
+    """The configuration, and the directory of the run to resume, which is empty for a new run."""
+    resumed = next((word.partition("=")[2] for word in overrides if word.startswith("resume=")), "")
+    if resumed in ("", "null"):
+        return compose(overrides, "train"), ""
+    if resumed != "auto":
+        return continued(Path(resumed), overrides), resumed
+    composed = compose(overrides, "train")
+    resumed = _begun(composed.run.dir)
+    composed.resume = None
+    if resumed:
+        same_run(Path(resumed), composed)
+        composed.init = begun_from(Path(resumed))  # a resumed run keeps the init= that it began with
+    return composed, resumed
+
+
+def _reopened(config: Config, path: Path, token: str, *, asked: bool) -> RunDirectory:
+    """The directory of a run that is resumed. ``asked`` says whether the user has named it (not resume=auto)."""
+    directory = RunDirectory.opened(path)
+    directory.refuse_if_in_use()
+    _refuse_if_used_up(config, directory, asked=asked)
+    rehearse(config, device_of(0))
+    if token:
+        directory.write_secret("token", token)
+    for name in ("summary.json", "final.safetensors"):  # they describe the run up to its last stop
+        (directory.path / name).unlink(missing_ok=True)
+    return directory
+
+
+def _made(config: Config, token: str) -> RunDirectory:
+    """The directory of a new run, with its initial weights (if init= is given) and its token."""
+    initial = _rehearsed(config)
+    name = f"{config.problem.name}-{config.method.name}"
+    directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
+    write_initial(directory.path, initial)
+    directory.write_secret("token", token or secrets.token_hex(16))
+    return directory
 
 
 def prepare_dry_run(overrides: list[str]) -> tuple[Config, Tensors | None]:

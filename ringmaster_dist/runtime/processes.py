@@ -21,7 +21,8 @@ TICK_SECONDS = 0.05  # how often a supervisor looks at its processes
 MISTAKE = 2  # the exit code for a user's mistake, which a restart does not repair
 _RESTART_SECONDS = 0.5
 _QUICK_DEATH_SECONDS, _MOST_QUICK_DEATHS = 10.0, 3
-_PRELOADED = ["ringmaster_dist.runtime.server_process", "ringmaster_dist.transport.star",
+# The fork server imports these. It ignores a name that it cannot import, so a test checks them.
+PRELOADED = ["ringmaster_dist.runtime.server_process", "ringmaster_dist.transport.star",
               "ringmaster_dist.worker.process"]  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def prepare_fork_server() -> None:
     """Has the fork server import torch once for all processes. Call it before the first process is started."""
     os.environ["OMP_NUM_THREADS"] = "1"  # several processes share this machine
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # a file in the current folder is not imported by accident
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
 class SupervisedProcess:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.simulation.forecast import forecast
-from ringmaster_dist.theory.bounds import seconds_of_run
+from ringmaster_dist.theory import seconds_of_run
 from tests.distributed.processes import (
     LONG,
     QUICK,

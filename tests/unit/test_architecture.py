@@ -1,11 +1,13 @@
 """The arrows between the rooms, and what the pure rooms may know."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import ringmaster_dist
+from ringmaster_dist.runtime.processes import PRELOADED
 from tests.syntax import parsed
 
 PACKAGE = Path(ringmaster_dist.__file__).parent
@@ -32,3 +34,8 @@ def test_only_transport_knows_torch_distributed():
             if any(name.startswith("torch.distributed") for name in names):
                 guilty.append(str(path.relative_to(PACKAGE)))
     assert [name for name in guilty if not name.startswith("transport") and name not in alternatives] == []
+
+
+def test_the_fork_server_imports_what_exists():
+    """It would be silent about a module that was renamed, and every process would start seconds later."""
+    assert [name for name in PRELOADED if importlib.util.find_spec(name) is None] == []

@@ -15,7 +15,7 @@ from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.simulator import Simulator
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
-from ringmaster_dist.theory.bounds import seconds_of_updates, sufficient_threshold
+from ringmaster_dist.theory import seconds_of_updates, sufficient_threshold
 
 TIMES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringmaster_dist.theory.capacity import (
+from ringmaster_dist.bench.scale import (
     Machine,
     Model,
     fitted,

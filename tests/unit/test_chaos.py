@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ringmaster_dist.chaos.schedule import WORKER_KINDS, schedule
+from ringmaster_dist.chaos.faults import WORKER_KINDS, schedule
 
 
 def test_a_seed_gives_the_same_schedule():

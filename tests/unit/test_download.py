@@ -11,8 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ringmaster_dist.problems.nanochat.corpus import CorpusError, climbmix
-from ringmaster_dist.problems.nanochat.download import DownloadError, fetch
+from ringmaster_dist.problems.nanochat.corpus import CorpusError, DownloadError, climbmix, fetch
 
 CONTENT = bytes(range(256)) * 4000
 
@@ -136,6 +135,7 @@ def test_shards_become_a_corpus(server, tmp_path):
     assert [(s.name, s.validation) for s in sources] == [
         ("shard_00000.parquet", False), ("shard_00001.parquet", False), ("shard_06542.parquet", True)
     ]  # fmt: skip
+    assert {s.sha256 for s in sources} == {hashlib.sha256(table.read_bytes()).hexdigest()}
     server.files["/shard_00002.parquet"] = b"not a table at all"
     server.behaviour = ["well"]
     with pytest.raises(CorpusError, match="not a parquet file"):

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
 from ringmaster_dist.problems import Interrupted
+from ringmaster_dist.problems.module import role_by_shape
 from ringmaster_dist.problems.nanochat import NanoChat, NanoChatConfig
 from ringmaster_dist.problems.nanochat import corpus as corpora
-from ringmaster_dist.problems.nanochat.decoder import Decoder
-from ringmaster_dist.problems.nanochat.generate import generate
-from ringmaster_dist.problems.nanochat.problem import NanoChatProblem, role
+from ringmaster_dist.problems.nanochat.generate import Decoder, generate
+from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
 from ringmaster_dist.problems.nanochat.rows import pack, prepare
 from ringmaster_dist.problems.nanochat.tokenizer import BOS, SPECIALS, BytePairs
 
@@ -45,7 +45,7 @@ def test_names_and_shapes_are_the_paper_s():
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes == expected_parameters(6, 192, 3, 3, 8192)
     assert sum(p.numel() for p in model.parameters()) == 10_518_828
-    matrices = [p.numel() for name, p in model.named_parameters() if role(name, p) == "matrix"]
+    matrices = [p.numel() for name, p in model.named_parameters() if role_by_shape(name, p) == "matrix"]
     assert sum(matrices) == 2_654_496
     small = {name: tuple(p.shape) for name, p in NanoChat(SMALL).named_parameters()}
     assert small == expected_parameters(3, 32, 2, 1, 300)
@@ -258,6 +258,21 @@ def test_prepared_once_and_the_same_everywhere(tmp_path):
     draws = [rows.sample(3, worker, sequence, 4).tobytes() for worker in range(5) for sequence in range(5)]
     assert len(set(draws)) == 25
     assert set(rows.sample(0, 0, 0, 4000)[:, 0].tolist()) <= set(range(300))
+
+
+def test_a_single_file_validates_on_every_twentieth_document(tmp_path):
+    def write(name, texts):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return tmp_path / name
+
+    whole = corpora.text_files(write("whole.jsonl", TEXTS))
+    parts = [
+        corpora.Source(write("train.jsonl", [text for i, text in enumerate(TEXTS) if i % 20]), "train", False),
+        corpora.Source(write("validation.jsonl", TEXTS[::20]), "validation", True),
+    ]
+    one, other = (prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache") for sources in (whole, parts))
+    assert one.folder != other.folder
+    assert one.fingerprint == other.fingerprint
 
 
 def test_an_interrupted_preparation_is_never_used(tmp_path):

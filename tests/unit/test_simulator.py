@@ -22,7 +22,7 @@ from ringmaster_dist.simulation.compiled import CompiledSimulator
 from ringmaster_dist.simulation.session import simulate
 from ringmaster_dist.simulation.simulator import Simulator, Stalled
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
-from ringmaster_dist.theory.bounds import seconds_of_run, seconds_of_updates
+from ringmaster_dist.theory import seconds_of_run, seconds_of_updates
 from tests.transcription import play
 
 METHODS = {

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringmaster_dist import theory as bounds
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
 from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.schedules import Constant
@@ -15,7 +16,6 @@ from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.simulator import Simulator
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
-from ringmaster_dist.theory import bounds
 
 
 def test_equal_workers():

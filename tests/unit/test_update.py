@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringmaster_dist.algorithm.geometry import reference_lmo
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES, Layout, Norm, Parameter
 from ringmaster_dist.algorithm.update import Update
-from ringmaster_dist.bench.update import paper_parameters
+from ringmaster_dist.bench.arithmetic import paper_parameters
 
 PARAMETERS = [
     Parameter("wte", (11, 4), "embedding"),

@@ -1,28 +1,36 @@
-"""Documents to learn from: Python's standard library, a folder of text, or public shards.
+"""The documents of a corpus: Python's standard library, a folder of text, or public shards, which are downloaded.
 
 A corpus is a list of source files, each either for training or for validation. The choice depends on names alone, so
-every machine that has the files makes the same one.
+every machine that has the files makes the same choice.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sysconfig
-from collections.abc import Iterator
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
-from ringmaster_dist.problems.nanochat.download import DownloadError, Progress, fetch
+from ringmaster_dist.files import locked, sha256_of
 
 _LAST_SHARD = 6542
 _SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 _VALIDATION_SHARE = 20  # one file in this many
 _PIECE_BYTES = 2000  # long texts are cut at lines into pieces of about this size
-
-
-# Not everybody's Python has its tests, and packages installed beside it are not the same everywhere.
+# Some installations of Python have no tests, and each machine has other installed packages.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
+_CHUNK_BYTES = 1 << 20
+_GONE = (400, 401, 403, 404, 410)  # HTTP codes after which a retry does not help
+_SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
+
+Progress = Callable[[float, str], None]
 
 
 class CorpusError(ValueError):
@@ -34,10 +42,11 @@ class Source:
     path: Path
     name: str  # the same on every machine
     validation: bool
+    sha256: str = ""  # of the content, if it is known already
 
 
 def standard_library() -> list[Source]:
-    """The source text of the Python that runs this."""
+    """The source text of the Python that runs this program."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in root.rglob("*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts) and _is_text(p)]
     if not paths:
@@ -46,7 +55,7 @@ def standard_library() -> list[Source]:
 
 
 def climbmix(url: str, num_shards: int, folder: Path, progress: Progress = lambda fraction, text: None) -> list[Source]:
-    """The first public shards, and the last one for validation; downloaded if they are not there."""
+    """The first public shards, and the last one for validation. Missing shards are downloaded."""
     sources = []
     for index in (*range(num_shards), _LAST_SHARD):
         name = f"shard_{index:05d}.parquet"
@@ -54,12 +63,13 @@ def climbmix(url: str, num_shards: int, folder: Path, progress: Progress = lambd
             path = fetch(f"{url}/{name}", folder / name, check=_not_parquet, progress=progress)
         except DownloadError as error:
             raise CorpusError(f"{error}. Without a network use data=stdlib, or data=text data.path=...") from error
-        sources.append(Source(path, name, index == _LAST_SHARD))
+        # `fetch` has just compared the file with its checksum, so it is not hashed again.
+        sources.append(Source(path, name, index == _LAST_SHARD, _checksum_file(path).read_text()))
     return sources
 
 
 def _not_parquet(path: Path) -> str:
-    """What is wrong with a shard, if anything."""
+    """What is wrong with a shard, or an empty string."""
     with path.open("rb") as file:
         head = file.read(4)
         file.seek(-4, 2) if path.stat().st_size > 8 else None
@@ -75,7 +85,7 @@ def _is_text(path: Path) -> bool:
 
 
 def text_files(path: Path) -> list[Source]:
-    """A file, or everything below a folder, of .txt, .md, .py, .jsonl (a "text" each) or .parquet (a text column)."""
+    """A file, or all files below a folder: .txt, .md, .py, .jsonl (objects with a "text") or .parquet (with "text")."""
     if not path.exists():
         raise CorpusError(f"data.path={path} does not exist")
     if path.is_file():
@@ -98,7 +108,7 @@ def _is_validation(name: str) -> bool:
 
 
 def documents(source: Source) -> Iterator[str]:
-    """The texts in a file. Raises CorpusError where it is not what it seems."""
+    """The texts in a file. Raises CorpusError if the file cannot be read as its type."""
     try:
         if source.path.suffix == ".parquet":
             yield from _parquet(source.path)
@@ -138,7 +148,7 @@ def _parquet(path: Path) -> Iterator[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut where a blank line is near, else at any line: a row holds only so much, and what is cropped is lost."""
+    """Cuts a text at a blank line if one is near, else at any line, because a row crops what is too long for it."""
     piece: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
@@ -149,3 +159,94 @@ def _pieces(text: str) -> Iterator[str]:
             piece, size = [], 0
     if size:
         yield "".join(piece)
+
+
+class DownloadError(Exception):
+    """The file cannot be downloaded; the message says why."""
+
+
+def fetch(
+    url: str,
+    path: Path,
+    *,
+    check: Callable[[Path], str] = lambda path: "",
+    attempts: int = 5,
+    timeout_seconds: float = 30.0,
+    pause_seconds: float = 1.0,
+    progress: Progress = lambda fraction, text: None,
+) -> Path:
+    """Downloads a file unless it is on disk already. Resumes a partial download and retries with growing pauses.
+
+    The file is written under a temporary name. It is renamed when its length and its checksum (if the server names one)
+    are right and ``check`` finds nothing wrong. The checksum is kept next to the file and compared at each later call.
+    Several processes may call this at once: one downloads, and the others wait.
+    """
+    if _is_whole(path):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f".{path.name}.lock")):
+        if _is_whole(path):
+            return path
+        return _fetch(url, path, check, attempts, timeout_seconds, pause_seconds, progress)
+
+
+def _fetch(
+    url: str, path: Path, check: Callable[[Path], str], attempts: int, timeout_seconds: float, pause_seconds: float,
+    progress: Progress,
+) -> Path:  # fmt: skip
+    part = path.with_name(f".{path.name}.part")
+    problem = ""
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(pause_seconds * 2 ** (attempt - 1))
+        try:
+            promised = _transfer(url, part, timeout_seconds, progress)
+        except urllib.error.HTTPError as error:
+            if error.code == 416:  # the range is beyond the end, so the partial file is wrong
+                part.unlink(missing_ok=True)
+            problem = f"the server answers {error.code} {error.reason}"
+            if error.code in _GONE:
+                break
+            continue
+        except (OSError, HTTPException) as error:  # no network, a broken connection, or a timeout
+            problem = str(getattr(error, "reason", error)) or type(error).__name__
+            continue
+        digest = sha256_of(part)
+        wrong = check(part)
+        if promised not in ("", digest):
+            wrong = f"its checksum is {digest[:12]}..., not {promised[:12]}..."
+        if not wrong:
+            part.replace(path)
+            _checksum_file(path).write_text(digest)
+            return path
+        part.unlink()
+        problem = f"what arrived is not the file: {wrong}"
+    raise DownloadError(f"{url} cannot be downloaded: {problem}")
+
+
+def _transfer(url: str, part: Path, timeout_seconds: float, progress: Progress) -> str:
+    """Appends the missing bytes. Returns the checksum that the server names, or an empty string."""
+    have = part.stat().st_size if part.exists() else 0
+    headers = {"User-Agent": "ringmaster-dist"} | ({"Range": f"bytes={have}-"} if have else {})
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_seconds) as answer:
+        if have and answer.status != 206:  # the server ignores ranges and sends the whole file
+            have = 0
+        length = answer.headers.get("Content-Length")
+        total = have + int(length) if length else None
+        with part.open("ab" if have else "wb") as file:
+            while chunk := answer.read(_CHUNK_BYTES):
+                file.write(chunk)
+                have += len(chunk)
+                progress(have / total if total else 0.0, f"{part.name[1:-5]}: {have / 1e6:,.0f} MB")
+        if total is not None and have < total:
+            raise OSError(f"broken off after {have:,} of {total:,} bytes")
+        match = _SHA256.match(answer.headers.get("X-Linked-ETag") or answer.headers.get("ETag") or "")
+        return match[1] if match else ""
+
+
+def _is_whole(path: Path) -> bool:
+    return path.exists() and _checksum_file(path).exists() and _checksum_file(path).read_text() == sha256_of(path)
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")

@@ -1,4 +1,4 @@
-"""Pretraining NanoChat, as a problem."""
+"""The pretraining of NanoChat as a problem."""
 
 from __future__ import annotations
 
@@ -14,20 +14,12 @@ from ringmaster_dist.problems.nanochat.model import IGNORED, NanoChat, NanoChatC
 from ringmaster_dist.problems.nanochat.rows import Rows
 from ringmaster_dist.problems.nanochat.tokenizer import SPECIALS
 
-DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # to autocast to
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # of autocast
 _FP16_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
-def role(name: str, parameter: nn.Parameter) -> str:
-    if parameter.ndim < 2:
-        return "scalar"
-    if name.startswith(("transformer.wte", "value_embeds")):
-        return "embedding"
-    return "output" if name.startswith("lm_head") else "matrix"
-
-
 def spread(count: int, total: int) -> np.ndarray:
-    """``count`` of ``total`` indices, evenly spaced; all of them where there are no more."""
+    """Evenly spaced indices below ``total``: ``count`` of them, or all if there are fewer."""
     count = min(count, total)
     return np.arange(count) * total // count
 
@@ -35,8 +27,8 @@ def spread(count: int, total: int) -> np.ndarray:
 class NanoChatProblem(ModuleProblem):
     """``batch`` rows per gradient, in micro-batches of at most ``micro_batch``.
 
-    Where workers take different numbers of rows, ``weight`` makes each row count the same: a gradient is the mean over
-    its rows times their number over the usual one.
+    Workers may take different numbers of rows. ``weight`` makes each row count the same: it is the number of rows over
+    the usual number, and multiplies the mean over the rows.
     """
 
     def __init__(
@@ -63,14 +55,13 @@ class NanoChatProblem(ModuleProblem):
         self._batch, self._micro_batch = batch, micro_batch or batch
         self.validation_rows, self._final_tokens = validation_rows, final_tokens
         on_gpu = torch.device(device).type == "cuda"
-        model.flex = on_gpu and attention == "auto"  # on a CPU it computes no gradients
+        model.flex = on_gpu and attention == "auto"  # flex attention computes no gradients on a CPU
         self._precision = _precision(precision, on_gpu)
         super().__init__(
             model,
             self._draw,
             self._mean_loss,
             evaluate=lambda module: self.score(module, self.validation_rows),
-            role=role,
             watched=() if compiled else model.blocks,
             device=device,
             clip=clip,
@@ -83,7 +74,7 @@ class NanoChatProblem(ModuleProblem):
 
     def _draw(self, seed: int, worker_id: int, sequence: int) -> Sequence[torch.Tensor]:
         rows = self.rows.sample(seed, worker_id, sequence, self._batch)
-        return torch.split(self._on_device(rows), self._micro_batch)
+        return torch.split(self._on_device(rows), self._micro_batch)  # (micro_batch, context + 1) each
 
     def _mean_loss(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         with self._autocast():
@@ -99,7 +90,7 @@ class NanoChatProblem(ModuleProblem):
 
     @property
     def final_rows(self) -> int:
-        """How many validation rows the closing evaluation takes."""
+        """The number of validation rows of the closing evaluation."""
         whole = len(self.rows.validation)
         if self._final_tokens is None:
             return whole
@@ -120,9 +111,9 @@ class NanoChatProblem(ModuleProblem):
     def score(self, module: nn.Module, num_rows: int) -> dict[str, float]:
         """Loss per token and bits per byte on rows spread over the validation part.
 
-        Special tokens have no bytes and are left out.
+        Special tokens have no bytes and do not count.
         """
-        sizes = torch.from_numpy(self.rows.token_bytes).to(self.device)
+        sizes = torch.from_numpy(self.rows.token_bytes).to(self.device)  # (vocab_size,)
         nats, num_tokens, num_bytes = 0.0, 0, 0
         chosen = spread(num_rows, len(self.rows.validation))
         for start in range(0, len(chosen), self._batch):
@@ -131,7 +122,7 @@ class NanoChatProblem(ModuleProblem):
             targets[targets < len(SPECIALS)] = IGNORED
             with self._autocast():
                 nats += float(module(tokens[:, :-1], targets, reduction="sum"))
-            counted = targets[targets != IGNORED]
+            counted = targets[targets != IGNORED]  # (tokens that count,)
             num_tokens += counted.numel()
             num_bytes += int(sizes[counted].sum())
         loss = nats / max(1, num_tokens)
@@ -139,7 +130,7 @@ class NanoChatProblem(ModuleProblem):
 
 
 def _precision(wish: str, on_gpu: bool) -> str:
-    """On a GPU bf16 where it computes in it, else fp16 with loss scaling; fp32 on a CPU."""
+    """``auto`` is bf16 on a GPU that has it, fp16 with loss scaling on another GPU, and fp32 on a CPU."""
     if wish != "auto":
         return wish
     if not on_gpu:

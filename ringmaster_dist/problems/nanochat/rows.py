@@ -1,8 +1,9 @@
-"""Rows of tokens on disk, made once and memory-mapped.
+"""Rows of tokens on disk. They are made once from a corpus, and memory-mapped afterwards.
 
-Documents are packed best-fit into rows of ``context + 1`` tokens without padding: a row takes the longest buffered
-document that fits; when none fits, the shortest is cropped to fill it exactly. A prepared corpus is a folder that
-appears whole or not at all; its name is a fingerprint of what it was made from, its manifest has one of what is in it.
+Documents are packed best-fit into rows of ``context + 1`` tokens without padding. A row takes the longest buffered
+document that fits. If none fits, the shortest is cropped to fill the row exactly. A prepared corpus is a folder, which
+is renamed into its place when it is complete. The folder's name is a fingerprint of the sources, and its manifest has a
+fingerprint of the rows. The texts are streamed, so a corpus may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,16 +29,17 @@ from ringmaster_dist.problems.nanochat.tokenizer import BytePairs
 _FORMAT = 1
 _BUFFERED_DOCUMENTS = 1000
 _DOCUMENTS_PER_BATCH = 512
-_TRAINING_BYTES = 16_000_000  # of text the tokenizer learns from
+_VALIDATION_EVERY = 20  # a corpus without validation files validates on one document in this many
+_TRAINING_CHARACTERS = 16_000_000  # the tokenizer is trained on the first so many
 
 Progress = Callable[[float, str], None]
 
 
 def pack(stream: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
-    """Rows of exactly ``length`` tokens; what is left in the end and fills no row is dropped."""
+    """Rows of exactly ``length`` tokens, uint16. Documents that fill no row at the end are dropped."""
     source = iter(stream)
-    sizes: list[int] = []  # sorted, with the documents beside
-    buffered: list[np.ndarray] = []
+    sizes: list[int] = []  # sorted
+    buffered: list[np.ndarray] = []  # the documents in the same order
 
     def refill() -> None:
         for document in islice(source, _BUFFERED_DOCUMENTS - len(buffered)):
@@ -66,17 +69,17 @@ def pack(stream: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
 
 
 class Rows:
-    """A prepared corpus. Rows are drawn, with replacement, by a generator that needs no state."""
+    """A prepared corpus. Rows are drawn with replacement, and a draw needs no state."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         length = self.manifest["context"] + 1
-        self.train, self.validation = (
+        self.train, self.validation = (  # (rows, context + 1) each
             np.memmap(folder / f"{name}.bin", dtype=np.uint16, mode="r").reshape(-1, length)
             for name in ("train", "validation")
         )
-        self.token_bytes = np.array(self.manifest["token_bytes"])
+        self.token_bytes = np.array(self.manifest["token_bytes"])  # (vocab_size,)
 
     @property
     def fingerprint(self) -> str:
@@ -86,7 +89,7 @@ class Rows:
         return BytePairs.load(self.folder / "tokenizer.json")
 
     def sample(self, seed: int, worker_id: int, sequence: int, count: int) -> np.ndarray:
-        """``count`` training rows: a function of the arguments alone."""
+        """Training rows, (count, context + 1). They are a function of the arguments alone."""
         key = randomness.worker_key(seed, randomness.STREAM_BATCH, worker_id)
         first = sequence * count
         indices = [(randomness.bits(key, first + i) * len(self.train)) >> 64 for i in range(count)]
@@ -102,11 +105,11 @@ def prepare(
     crop: bool = False,
     progress: Progress = lambda fraction, text: None,
 ) -> Rows:
-    """Tokenizes and packs, unless that has been done before. Safe to interrupt; several processes may try at once.
+    """Tokenizes and packs, unless that was done before. It may be interrupted, and several processes may call it.
 
-    A document longer than a row is cut into several; with ``crop`` only its beginning is used, as with the paper's.
+    A document longer than a row is cut into several. With ``crop`` only its beginning is used, as in the paper.
     """
-    contents = [(source.name, source.validation, sha256_of(source.path)) for source in sources]
+    contents = [(source.name, source.validation, source.sha256 or sha256_of(source.path)) for source in sources]
     recipe = json.dumps([_FORMAT, vocab_size, context, crop, contents])
     folder = cache / hashlib.sha256(recipe.encode()).hexdigest()[:16]
     if (folder / "manifest.json").exists():
@@ -114,14 +117,14 @@ def prepare(
     cache.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))
     try:
-        temporary.chmod(0o755)  # others may use what is prepared here
+        temporary.chmod(0o755)  # other users may read the prepared corpus
         _write(temporary, sources, vocab_size, context, crop, progress)
         for path in (*temporary.iterdir(), temporary):
             to_disk(path)
         try:
             temporary.rename(folder)
         except OSError:
-            if not (folder / "manifest.json").exists():  # else another process was quicker: its rows are the same
+            if not (folder / "manifest.json").exists():  # otherwise another process was faster, with the same rows
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -131,25 +134,20 @@ def prepare(
 def _write(
     folder: Path, sources: Sequence[Source], vocab_size: int, context: int, crop: bool, progress: Progress
 ) -> None:
-    texts: dict[bool, list[str]] = {False: [], True: []}
-    for source in sources:
-        texts[source.validation].extend(documents(source))
-    if not texts[True] and len(texts[False]) > 1:  # a single file: every twentieth document validates
-        texts[True] = texts[False][::20]
-        texts[False] = [text for i, text in enumerate(texts[False]) if i % 20]
-    if not texts[False]:
+    parts = _Parts(sources)
+    if not parts.counts["train"]:
         raise CorpusError("the corpus is empty")
     progress(0.05, "training the tokenizer")
     try:
-        tokenizer = BytePairs.train(_first(texts[False], _TRAINING_BYTES), vocab_size)
+        tokenizer = BytePairs.train(_first(parts.texts("train"), _TRAINING_CHARACTERS), vocab_size)
     except ValueError as error:
         raise CorpusError(f"model.vocab_size={vocab_size}: {error}") from error
     tokenizer.save(folder / "tokenizer.json")
     digest, counts = hashlib.sha256((folder / "tokenizer.json").read_bytes()), {}
-    for validation, name in ((False, "train"), (True, "validation")):
+    for name in ("train", "validation"):
         count = 0
         with (folder / f"{name}.bin").open("wb") as file:
-            tokens = _tokens(texts[validation], tokenizer, progress, name)
+            tokens = _tokens(parts, name, tokenizer, progress)
             for row in pack(tokens if crop else _cut(tokens, context + 1), context + 1):
                 file.write(row.tobytes())
                 digest.update(row.tobytes())
@@ -167,10 +165,38 @@ def _write(
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def _tokens(texts: Sequence[str], tokenizer: BytePairs, progress: Progress, name: str) -> Iterator[np.ndarray]:
-    for start in range(0, len(texts), _DOCUMENTS_PER_BATCH):
-        progress(0.3 + 0.7 * start / len(texts), f"tokenizing and packing the {name} part")
-        yield from tokenizer.encode_documents(texts[start : start + _DOCUMENTS_PER_BATCH])
+class _Parts:
+    """The documents for training and for validation, read from the sources each time they are asked for."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        """Reads every source once, so that a bad one is reported before any work is done."""
+        self._sources = sources
+        counts = Counter(source.validation for source in sources for _ in documents(source))
+        self._shares_sources = not counts[True] and counts[False] > 1
+        held_out = len(range(0, counts[False], _VALIDATION_EVERY)) if self._shares_sources else counts[True]
+        train = counts[False] - held_out if self._shares_sources else counts[False]
+        self.counts = {"train": train, "validation": held_out}
+
+    def texts(self, name: str) -> Iterator[str]:
+        if not self._shares_sources:
+            yield from self._documents(validation=name == "validation")
+            return
+        for i, text in enumerate(self._documents(validation=False)):
+            if (i % _VALIDATION_EVERY == 0) == (name == "validation"):
+                yield text
+
+    def _documents(self, *, validation: bool) -> Iterator[str]:
+        for source in self._sources:
+            if source.validation == validation:
+                yield from documents(source)
+
+
+def _tokens(parts: _Parts, name: str, tokenizer: BytePairs, progress: Progress) -> Iterator[np.ndarray]:
+    texts, done = parts.texts(name), 0
+    while batch := list(islice(texts, _DOCUMENTS_PER_BATCH)):
+        progress(0.3 + 0.7 * done / parts.counts[name], f"tokenizing and packing the {name} part")
+        yield from tokenizer.encode_documents(batch)
+        done += len(batch)
 
 
 def _cut(stream: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:

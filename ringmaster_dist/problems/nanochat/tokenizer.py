@@ -1,4 +1,4 @@
-"""Byte-level BPE: any text goes in and comes out again. Trained with Hugging Face's tokenizers, saved as its JSON."""
+"""Byte-level BPE, which encodes any text without loss. Hugging Face's tokenizers trains it and saves it as JSON."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIALS = tuple(f"<|reserved_{i}|>" for i in range(4))
-BOS = 0  # the id of the first special token: it begins every document
+BOS = 0  # the id of the first special token, with which every document begins
 _LEAST_VOCABULARY = len(SPECIALS) + 256  # a token for each byte
-# GPT's way to split text before merging, with runs of at most two digits.
+# How GPT splits text before merging, but with runs of at most two digits.
 _SPLIT = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 
@@ -19,12 +19,12 @@ class BytePairs:
     """The tokenizer of a run."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        tokenizer.encode_special_tokens = True  # a special token's name in a text is text
+        tokenizer.encode_special_tokens = True  # the name of a special token in a text is ordinary text
         self._tokenizer = tokenizer
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab_size: int) -> BytePairs:
-        """Raises ValueError where the corpus does not support a vocabulary of that size."""
+        """Raises ValueError if the corpus does not support a vocabulary of that size."""
         if vocab_size < _LEAST_VOCABULARY:
             raise ValueError(f"a vocabulary of {vocab_size} is too small: it needs at least {_LEAST_VOCABULARY}")
         tokenizer = Tokenizer(models.BPE())
@@ -62,7 +62,7 @@ class BytePairs:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Each with its BOS, on all cores."""
+        """The tokens of each text after a BOS. All cores work on it."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([BOS, *encoding.ids], dtype=np.uint16) for encoding in encodings]
 
@@ -70,7 +70,7 @@ class BytePairs:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def token_bytes(self) -> np.ndarray:
-        """How many bytes of text each token stands for; special ones for none."""
+        """The bytes of text that each token stands for, (vocab_size,). A special token stands for none."""
         alphabet = pre_tokenizers.ByteLevel.alphabet()  # one character for each byte
         sizes = np.zeros(self.vocab_size, dtype=np.int64)
         for token, index in self._tokenizer.get_vocab().items():

@@ -1,4 +1,4 @@
-"""Time bounds of the paper under fixed computation times ``tau_1 <= ... <= tau_n``."""
+"""Time bounds of the paper under fixed computation times ``tau_1 <= ... <= tau_n``, and under changing ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 def harmonic_means(seconds: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    """``H_m`` for m = 1, ..., n: the harmonic mean of the m quickest times."""
+    """``H_m``, the harmonic mean of the m smallest times, for m = 1, ..., n. The result is (n,)."""
     times = np.sort(np.asarray(seconds, dtype=np.float64))
     if times.size == 0 or times[0] <= 0 or not np.isfinite(times).all():
         raise ValueError(f"gradient times must be positive and finite, at least one of them: {list(seconds)}")
@@ -27,7 +27,7 @@ def seconds_of_updates(seconds: Sequence[float] | NDArray[np.float64], threshold
 def seconds_of_run(
     seconds: Sequence[float] | NDArray[np.float64], updates: int, threshold: Callable[[int], float]
 ) -> float:
-    """A bound on the first ``updates`` updates for a non-decreasing threshold: blocks of R at each level R."""
+    """A bound on the first ``updates`` updates for a non-decreasing threshold, as blocks of R at each level R."""
     total, version = 0.0, 0
     while version < updates:
         level = math.floor(threshold(version))
@@ -40,7 +40,7 @@ def seconds_of_run(
 
 
 def useful_workers(seconds: Sequence[float] | NDArray[np.float64], threshold: int) -> int:
-    """``m*``: with how many of the quickest workers ``t(R)`` is reached; the others do not improve the bound."""
+    """``m*``, the number of fastest workers that reach ``t(R)``. The others do not improve the bound."""
     means = harmonic_means(seconds)
     return 1 + int(np.argmin(means * (1.0 + threshold / np.arange(1, means.size + 1))))
 
@@ -48,7 +48,7 @@ def useful_workers(seconds: Sequence[float] | NDArray[np.float64], threshold: in
 def sufficient_threshold(seconds: Sequence[float] | NDArray[np.float64], slack: float) -> int:
     """The smallest R whose guaranteed time per update, ``t(R)/R``, is at most ``slack`` times that of R = infinity."""
     means = harmonic_means(seconds)
-    shares = means / np.arange(1, means.size + 1)  # H_m/m: what t(R)/2R comes down to for large R
+    shares = means / np.arange(1, means.size + 1)  # H_m/m, the limit of t(R)/2R for large R
     room = slack * shares.min() - shares
     with np.errstate(divide="ignore"):
         needed = np.where(room > 0, means / room, np.inf)
@@ -58,10 +58,10 @@ def sufficient_threshold(seconds: Sequence[float] | NDArray[np.float64], slack: 
 def seconds_of_updates_at(
     work: Callable[[float], NDArray[np.float64]], threshold: int, start: float, horizon: float = 1e9
 ) -> float:
-    """``t(R; T0)`` of the universal model: in how long the workers, at a quarter of their speed, finish R gradients.
+    """``t(R; T0)`` of the universal model: the time of R gradients if workers have a quarter of their speed.
 
-    ``work(T)`` is the number of gradients, not rounded, that each worker could do up to time T. Infinite where the
-    horizon is not enough.
+    ``work(T)`` is the number of gradients, not rounded, that each worker could finish up to time T, (n,). The result is
+    infinite if it is beyond the horizon.
     """
     before = work(start)
 
@@ -82,7 +82,7 @@ def seconds_of_updates_at(
 def seconds_of_run_at(
     work: Callable[[float], NDArray[np.float64]], updates: int, threshold: int, horizon: float = 1e9
 ) -> float:
-    """A bound on the first ``updates`` updates at a fixed threshold and changing speeds: blocks of R in a row."""
+    """A bound on the first ``updates`` updates at a fixed threshold R and changing speeds, as blocks of R in a row."""
     total = 0.0
     for _ in range(math.ceil(updates / threshold)):
         total += seconds_of_updates_at(work, threshold, total, horizon)

@@ -1,0 +1,193 @@
+"""``ringmaster bench update`` and ``gradient``: the arithmetic of the paper's model, versus what people use instead."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringmaster_dist.algorithm.geometry import POLAR_EXPRESS, spectral_scale
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
+from ringmaster_dist.algorithm.update import Update
+from ringmaster_dist.bench import by_turns, compared, show
+from ringmaster_dist.problems.module import role_by_shape, trainable_parameters
+from ringmaster_dist.problems.nanochat.generate import generate
+from ringmaster_dist.problems.nanochat.model import NanoChat, NanoChatConfig
+from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
+
+_ETA, _BETA = 0.02, 0.95
+_CONTEXT, _BATCH = 256, 4
+
+
+def paper_parameters() -> list[Parameter]:
+    """The 10,518,828 parameters of the paper's NanoChat model."""
+    with torch.device("meta"):
+        return trainable_parameters(NanoChat(NanoChatConfig()), role_by_shape)
+
+
+def paper_layout() -> Layout:
+    return Layout(paper_parameters(), GEOMETRY_MAPS["muon"])
+
+
+# --- update ------------------------------------------------------------------------------------------------------
+
+
+def update(quick: bool, as_json: bool) -> None:
+    torch.manual_seed(0)
+    layout = paper_layout()
+    candidates: dict[str, Callable[[], object]] = {
+        "ringmaster": update_step(layout),
+        "ringmaster, iterations in bfloat16": update_step(layout, torch.bfloat16),
+        "plain loop in float32, matrix by matrix": _plain_muon(_with_gradients()),
+    }
+    if hasattr(torch.optim, "Muon"):
+        optimizers = optimizers_of(_with_gradients(), _ETA)
+        candidates["torch.optim.Muon (in bfloat16) + SGD"] = lambda: [optimizer.step() for optimizer in optimizers]
+    rows = compared("update", by_turns(candidates, 3 if quick else 15), "ringmaster")
+    show("update", ["update", "relative", "ms", "worst ms"], rows, as_json)
+
+
+def update_step(layout: Layout, precision: torch.dtype | None = None) -> Callable[[], None]:
+    """What the server does for one update. The next iterate goes to the other of two buffers."""
+    update = Update(layout, precision=precision)
+    buffers = [torch.randn(layout.size), torch.empty(layout.size)]
+    momentum, gradient = torch.zeros(layout.size), torch.randn(layout.size)
+
+    def step() -> None:
+        update.apply(buffers[0], momentum, gradient, eta=_ETA, alpha=1 - _BETA, out=buffers[1])
+        buffers.reverse()
+
+    return step
+
+
+def optimizers_of(model: torch.nn.Module, eta: float) -> list[torch.optim.Optimizer]:
+    """The muon geometry by torch.optim: Muon for the matrices of the blocks, SGD with momentum for the rest."""
+    matrices, rest = _matrices_and_rest(model)
+    muon = torch.optim.Muon(matrices, lr=eta, momentum=_BETA, nesterov=True, weight_decay=0.0)
+    return [muon, torch.optim.SGD(rest, lr=eta * (1 - _BETA), momentum=_BETA, nesterov=True)]
+
+
+def _matrices_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if role_by_shape(name, parameter) == "matrix" else rest).append(parameter)
+    return matrices, rest
+
+
+def _with_gradients() -> NanoChat:
+    model = NanoChat(NanoChatConfig())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    return model
+
+
+def _plain_muon(model: torch.nn.Module) -> Callable[[], None]:
+    """Muon as it is usually written, in fp32. torch.optim.Muon computes in bf16, which some processors emulate."""
+    matrices, rest = _matrices_and_rest(model)
+    momenta = {id(p): torch.zeros_like(p) for p in (*matrices, *rest)}
+
+    def look_ahead(parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Nesterov's direction, of the parameter's shape."""
+        assert parameter.grad is not None
+        momentum = momenta[id(parameter)].lerp_(parameter.grad, 1 - _BETA)
+        return torch.lerp(momentum, parameter.grad, 1 - _BETA)
+
+    @torch.no_grad()
+    def step() -> None:
+        for parameter in matrices:  # (rows, cols)
+            direction = look_ahead(parameter)
+            y = direction / (direction.norm() + 1e-7)
+            tall = y.shape[0] > y.shape[1]
+            y = y.T if tall else y
+            for a, b, c in POLAR_EXPRESS:
+                gram = y @ y.T
+                y = a * y + (b * gram + c * gram @ gram) @ y
+            parameter.add_(y.T if tall else y, alpha=-_ETA * spectral_scale(*parameter.shape))
+        for parameter in rest:
+            parameter.add_(look_ahead(parameter), alpha=-_ETA)
+
+    return step
+
+
+# --- gradient ----------------------------------------------------------------------------------------------------
+
+
+class _NoiseRows:
+    """Rows without text, because the time does not depend on what is in them."""
+
+    fingerprint = "noise"
+    folder = Path()
+    token_bytes = np.ones(8192, dtype=np.int64)
+
+    def __init__(self, context: int = _CONTEXT, vocabulary: int = 8192) -> None:
+        shape = (64, context + 1)
+        self.train = self.validation = np.random.default_rng(0).integers(0, vocabulary, shape, dtype=np.uint16)
+
+    def sample(self, seed: int, worker_id: int, sequence: int, count: int) -> np.ndarray:
+        return self.train[(np.arange(count) + sequence * count) % len(self.train)]
+
+
+def gradient(quick: bool, as_json: bool) -> None:
+    config = NanoChatConfig(sequence_len=_CONTEXT)
+    rows: Any = _NoiseRows()
+    plain, ours = "plain loop over the module", "ringmaster, interruptible"
+    candidates = {plain: _plain_gradient(config, rows), ours: _our_gradient(config, rows, watched=True)}
+    seconds = by_turns(candidates, 2 if quick else 16)
+    sampling = by_turns({"sample, cache": _sample(config, cached=True),
+                         "sample, no cache": _sample(config, cached=False)}, 1 if quick else 4)  # fmt: skip
+    table = [
+        *compared("gradient", seconds, plain),
+        _cost_of_checks(min(seconds[ours])),
+        *compared("gradient", sampling, "sample, cache"),
+    ]
+    show("gradient", ["gradient", "relative", "ms", "worst ms"], table, as_json)
+
+
+def _cost_of_checks(whole: float) -> dict[str, Any]:
+    """The cost of being interruptible, as a share of ``whole``.
+
+    The checks cost the same in a small model. So they are measured in a model of the same depth and hardly any width,
+    where they are a visible part of the time.
+    """
+    config = NanoChatConfig(n_head=1, n_kv_head=1, n_embd=32, vocab_size=64, sequence_len=8)
+    rows: Any = _NoiseRows(context=8, vocabulary=64)
+    candidates = {name: _our_gradient(config, rows, watched=name == "with") for name in ("with", "without")}
+    seconds = by_turns(candidates, 400)
+    pairs = sorted(a - b for a, b in zip(seconds["with"], seconds["without"], strict=True))
+    cost, ninth_decile = statistics.median(pairs), pairs[int(0.9 * len(pairs))]
+    return {"gradient": "of it, being interruptible", "relative": f"{100 * cost / whole:.2f} %",
+            "ms": round(1e3 * cost, 3), "worst ms": round(1e3 * ninth_decile, 3)}  # fmt: skip
+
+
+def _plain_gradient(config: NanoChatConfig, rows: Any) -> Callable[[], object]:
+    model = NanoChat(config)
+
+    def step() -> None:
+        tokens = torch.from_numpy(rows.sample(0, 0, 0, _BATCH).astype(np.int64))  # (batch, context + 1)
+        model.zero_grad()
+        torch.autograd.backward(model(tokens[:, :-1], tokens[:, 1:]))
+
+    return step
+
+
+def _our_gradient(config: NanoChatConfig, rows: Any, *, watched: bool) -> Callable[[], object]:
+    problem = NanoChatProblem(config, rows, batch=_BATCH)
+    problem.bind(Layout(problem.parameters, GEOMETRY_MAPS["muon"]))
+    if not watched:
+        for block in problem.model.blocks:
+            block._forward_hooks.clear()
+    iterate, stop = problem.initial(0), threading.Event()
+    return lambda: problem.gradient(iterate, 0, 0, 0, stop.is_set)
+
+
+def _sample(config: NanoChatConfig, *, cached: bool) -> Callable[[], object]:
+    """Draws as many tokens as the context holds."""
+    model = NanoChat(config)
+    return lambda: deque(generate(model, [0], _CONTEXT, cached=cached), maxlen=0)
