@@ -1,59 +1,43 @@
-"""Where theory and advise take the gradient times of a cluster from."""
+"""The gradient times of a cluster, for the commands that reason about one."""
 
 from __future__ import annotations
 
 import json
 import math
-from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ringmaster_dist.cli.parser import Parser, several, whole
 from ringmaster_dist.config.errors import UserError
-
-if TYPE_CHECKING:
-    from ringmaster_dist.config.schema import Config
-
-
-def _seconds(text: str) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError:
-        raise ValueError("must be numbers of seconds, such as 1,2,4") from None
+from ringmaster_dist.config.profile_file import cluster_seconds, read_times
+from ringmaster_dist.config.schema import Config
+from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS
 
 
-def source_options(parser: Parser) -> None:
-    parser.setting("times=S,S,...", "SOURCE: the seconds per gradient of each worker, such as times=1,2,4", _seconds)
-    parser.setting("file=FILE", "SOURCE: a file that ringmaster profile has written", Path)
-    parser.setting("run=RUN_DIR", "SOURCE: a finished run, with the mean time of each of its workers", Path)
-    parser.setting("thresholds=R,R,...", "the thresholds to look at", several(whole(1)), "1,2,4,8,16,32")
+def gradient_times(given: Mapping[str, str], gpus: bool, config: Config) -> tuple[list[float], str]:
+    """Seconds per gradient of each worker, sorted, and a description of their source.
 
-
-def cluster_times(arguments: Namespace, overrides: list[str], *defaults: str) -> tuple[list[float], str, Config]:
-    """The seconds per gradient of each worker, sorted; their source in words; the configuration. Raises UserError."""
-    from ringmaster_dist.config.compose import load
-    from ringmaster_dist.config.profile_file import cluster_seconds, read_times
-    from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS
-
-    config = load(["cluster.workers=8", *defaults, *(word for word in overrides if word != "gpus")])
-    given = [name for name in ("times", "file", "run") if getattr(arguments, name) is not None]
-    given += ["gpus"] if "gpus" in overrides else []
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)}: give one source of times")
-    if given == ["times"]:
-        times, what = arguments.times, "the given times"
-    elif given == ["file"]:
-        times, what = read_times(arguments.file), str(arguments.file)
-    elif given == ["run"]:
-        times, what = _times_of_run(arguments.run), f"the workers of {arguments.run}"
-    elif given == ["gpus"]:
+    ``given`` may have one of the words ``times``, ``file`` and ``run`` of the command line. Raises UserError.
+    """
+    sources = [name for name in ("times", "file", "run") if name in given] + (["gpus"] if gpus else [])
+    if len(sources) > 1:
+        raise UserError(f"{' and '.join(sources)}: give one source of times")
+    if "times" in given:
+        try:
+            times, what = [float(word) for word in given["times"].split(",")], "the given times"
+        except ValueError:
+            raise UserError(f"times={given['times']}: must be numbers of seconds, such as 1,2,4") from None
+    elif "file" in given:
+        times, what = read_times(Path(given["file"])), given["file"]
+    elif "run" in given:
+        times, what = _times_of_run(Path(given["run"])), f"the workers of {given['run']}"
+    elif gpus:
         times, what = list(GPU_GRADIENT_SECONDS.values()), "the paper's GPUs"
     else:
         times = cluster_seconds(config.cluster, config.cluster.workers).tolist()
         what = f"{config.cluster.workers} workers, {config.cluster.profile}"
     if min(times) <= 0 or not all(map(math.isfinite, times)):
         raise UserError(f"gradient times must be above 0 seconds: {min(times):g}")
-    return sorted(times), what, config
+    return sorted(times), what
 
 
 def _times_of_run(directory: Path) -> list[float]:
