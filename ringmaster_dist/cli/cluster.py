@@ -96,7 +96,7 @@ def run_theory(arguments: Namespace, overrides: list[str]) -> int:
     print(f"waiting for all: T({updates:,}) = {updates * times[-1]:.4g} s")
     _print_schedules(config, updates)
     if arguments.plot:
-        _plot(arguments.plot, means, thresholds, totals, updates, updates * times[-1])
+        _plot(arguments.plot, means.tolist(), thresholds, totals, updates, updates * times[-1])
         print(f"drawn: {arguments.plot}")
     return 0
 
