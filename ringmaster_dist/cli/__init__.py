@@ -1,1 +1,1 @@
-"""The command line: one module per command, wiring only. Nobody imports this room."""
+"""The command line: a table of commands, a parser, and the modules of the commands. Only entry points import it."""

@@ -1,38 +1,33 @@
-"""``ringmaster bench [NAME ...]``."""
+"""``ringmaster bench``."""
 
 from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 
 from ringmaster_dist.bench import BENCHES, run
+from ringmaster_dist.cli.parser import Parser
 from ringmaster_dist.config.errors import UserError
 
-_HELP = """ringmaster bench [NAME ...] [--quick] [--json]
 
-Measures this system beside its alternatives, in the same run; where it repeats, the best, with the worst beside it.
-Without a name, all of them.
-
-{benches}
-
-  --quick   fewer repetitions, shorter runs
-  --json    one line of JSON per bench
-  --help    this text
-"""
+def bench_options(parser: Parser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="*", help="which benches to run (default: all)")
+    parser.switch("--quick", help="fewer repetitions and shorter runs")
+    parser.switch("--json", help="one line of JSON per bench")
+    parser.epilog = "benches:\n" + "\n".join(f"  {name:<13} {text}" for name, text in BENCHES.items())
 
 
-def main(argv: list[str]) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(_HELP.format(benches="\n".join(f"  {name:<12} {text}" for name, text in BENCHES.items())))
-        return 0
-    options = {word for word in argv if word.startswith("-")}
-    names = [word for word in argv if not word.startswith("-")] or list(BENCHES)
-    if unknown := options - {"--quick", "--json"}:
-        raise UserError(f"there is no option {sorted(unknown)[0]}; see ringmaster bench --help")
-    if missing := [name for name in names if name not in BENCHES]:
-        raise UserError(f"there is no bench {missing[0]!r}; known: {', '.join(BENCHES)}")
+def run_bench(arguments: Namespace, overrides: list[str]) -> int:
+    """ringmaster bench [NAME ...] [--quick] [--json]
+
+    Measures this system versus its alternatives, in the same run. A bench that repeats shows the best and the worst.
+    """
+    names = arguments.names or list(BENCHES)
+    if unknown := [name for name in names if name not in BENCHES]:
+        raise UserError(f"there is no bench {unknown[0]!r}; known: {', '.join(BENCHES)}")
     began = time.monotonic()
     for name in names:
-        run(name, quick="--quick" in options, as_json="--json" in options)
+        run(name, quick=arguments.quick, as_json=arguments.json)
     print(f"{len(names)} benches in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
     return 0

@@ -6,75 +6,89 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ringmaster_dist.chaos.faults import Injector, schedule
-from ringmaster_dist.chaos.report import account, show
-from ringmaster_dist.config.compose import compose, to_typed
+from ringmaster_dist.cli.parser import Parser, number, whole
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.observe.run_files import RunFiles
-from ringmaster_dist.runtime.preparation import prepare
-from ringmaster_dist.runtime.processes import SupervisedProcess, become, leave
-from ringmaster_dist.runtime.supervisor import supervise
 
-_HELP = """ringmaster chaos [seconds=600] [faults=60] [restarts=2] [seed=0] [dir=DIR] [key=value ...] [--json]
+if TYPE_CHECKING:
+    from ringmaster_dist.chaos.faults import Fault, Injector
+    from ringmaster_dist.runtime.processes import SupervisedProcess
 
-Trains undisturbed for a while, then for the given time under a random schedule, the same for the same seed: workers are
-killed, stopped for some seconds, cut off from the server and made to send NaN; the server is killed. Then it accounts:
-faults that struck, goodput (accepted updates per second beside the undisturbed run), updates lost beyond the newest
-checkpoint (must be 0), and whether the trace replays to the same bits. Exit code 0 if nothing was lost, no bit is wrong
-and the server did not die by itself, 1 otherwise. Writes chaos.json and both runs to dir.
-
-  seconds    how long the disturbed run takes           baseline   how long the undisturbed one (a tenth, at least 8)
-  faults     of workers, all kinds equally often        restarts   of the server
-  key=value  other keys are those of ringmaster train, such as cluster.workers=16 method=rennala
-  --json     one line of JSON instead of the table
-
-  ringmaster chaos seconds=60 faults=12 restarts=1
-"""
-_NUMBERS = {"seconds": 600.0, "faults": 60, "restarts": 2, "seed": 0, "baseline": 0.0}
 _DEFAULTS = ["cluster.workers=8", "cluster.unit_seconds=0.1", "method=ringmaster", "method.threshold=16",
              "checkpoint.every=25", "server.lease_seconds=3", "server.farewell_seconds=5", "server.max_invalid=100",
              "budget.updates=null", "budget.seconds=1e6", "run.samples=1000000"]  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(_HELP)
-        return 0
-    numbers, directory, overrides = _parse([word for word in argv if word != "--json"])
-    seconds = numbers["seconds"]
-    baseline = numbers["baseline"] or max(8.0, seconds / 10)
+def chaos_options(parser: Parser) -> None:
+    parser.setting("seconds=S", "how long the disturbed run takes", number(5), 600)
+    parser.setting("baseline=S", "how long the undisturbed run takes (default: a tenth, at least 8)", number(0))
+    parser.setting("faults=N", "how many faults of workers, all kinds equally often", whole(0), 60)
+    parser.setting("restarts=N", "how many kills of the server", whole(0), 2)
+    parser.setting("seed=N", "the same seed gives the same schedule", whole(0), 0)
+    parser.setting("dir=DIR", "where to write (default: runs/chaos-DATE)", Path)
+    parser.switch("--json", help="one line of JSON instead of the table")
+
+
+def run_chaos(arguments: Namespace, overrides: list[str]) -> int:
+    """ringmaster chaos [seconds=S] [faults=N] [restarts=N] [seed=N] [dir=DIR] [key=value ...] [--json]
+
+    Trains undisturbed for a while, then for the given time under a random schedule of faults. Workers are killed,
+    stopped for some seconds, cut off from the server and made to send NaN. The server is killed. Then it accounts for
+    the faults that happened, the goodput (accepted updates per second versus the undisturbed run), the updates lost
+    beyond the newest checkpoint (must be 0), and whether the trace replays to the same bits. It writes chaos.json and
+    both runs to dir. Other keys are those of ringmaster train, such as cluster.workers=16 method=rennala.
+
+    The exit code is 0 if nothing was lost, no bit is wrong and the server did not die by itself. It is 1 otherwise.
+
+    Example
+      ringmaster chaos seconds=60 faults=12 restarts=1
+    """
+    from ringmaster_dist.chaos.faults import schedule
+    from ringmaster_dist.chaos.report import account, show
+    from ringmaster_dist.config.compose import compose, to_typed
+
+    # The configuration is composed to report a mistake before anything is written.
+    config = to_typed(compose([*_DEFAULTS, *overrides], "train"), real_time=True)
+    directory = arguments.dir or Path("runs") / f"chaos-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"dir={directory} is not empty: choose another")
+    seconds, seed, num_faults, restarts = arguments.seconds, arguments.seed, arguments.faults, arguments.restarts
+    baseline = arguments.baseline or max(8.0, seconds / 10)
     print(f"chaos: {baseline:.0f} s undisturbed, then {seconds:.0f} s under faults, in {directory}", file=sys.stderr)
-    seed, faults, restarts = (int(numbers[name]) for name in ("seed", "faults", "restarts"))
-    with _said_to(directory / "processes.log"):
-        undisturbed = _train(directory / "undisturbed", overrides, baseline, lambda workers: [])
-        disturbed = _train(
-            directory / "disturbed", overrides, seconds,
-            lambda workers: schedule(seed, seconds, workers, faults, restarts),
-        )  # fmt: skip
-    report = account(directory, undisturbed, disturbed, {**numbers, "baseline": baseline})
+    with _stderr_to(directory / "processes.log"):
+        undisturbed = _train(directory / "undisturbed", overrides, baseline, [])
+        faults = schedule(seed, seconds, config.cluster.workers, num_faults, restarts)
+        disturbed = _train(directory / "disturbed", overrides, seconds, faults)
+    given = {"seconds": seconds, "faults": num_faults, "restarts": restarts, "seed": seed, "baseline": baseline}
+    report = account(directory, undisturbed, disturbed, given)
     (directory / "chaos.json").write_text(json.dumps(report, indent=2) + "\n")
-    show(report, as_json="--json" in argv)
+    show(report, as_json=arguments.json)
     sound = report["replay"] == "same" and report["lost_updates"] == 0 and report["unplanned_restarts"] == 0
     return 0 if sound else 1
 
 
-def _train(path: Path, overrides: list[str], seconds: float, plan: Callable[[int], list[Any]]) -> Injector:
-    """One run, ended after its time."""
+def _train(path: Path, overrides: list[str], seconds: float, faults: Sequence[Fault]) -> Injector:
+    """One run under these faults, which is stopped after its time."""
+    from ringmaster_dist.chaos.faults import Injector
+    from ringmaster_dist.observe.run_files import RunFiles
+    from ringmaster_dist.runtime.preparation import prepare
+    from ringmaster_dist.runtime.supervisor import supervise
+
     config, _, directory = prepare([*_DEFAULTS, *overrides, f"run.dir={path}"])
-    injector = Injector(path, plan(config.cluster.workers), seconds, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    injector = Injector(path, faults, seconds, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def watch(server: SupervisedProcess, workers: list[SupervisedProcess]) -> None:
         injector.tick(server.pid, [worker.pid for worker in workers])
 
     try:
-        code = supervise(config, directory, work=partial(_suffer, str(path / "faults.jsonl")), watch=watch)
+        code = supervise(config, directory, work=partial(_work_with_saboteur, str(path / "faults.jsonl")), watch=watch)
     finally:
         injector.release()
     if code == 0 and not injector.is_over:
@@ -87,13 +101,13 @@ def _train(path: Path, overrides: list[str], seconds: float, plan: Callable[[int
 
 
 @contextmanager
-def _said_to(path: Path) -> Iterator[None]:
-    """What this process and its children write to stderr goes to a file: most of it is what was asked for."""
+def _stderr_to(path: Path) -> Iterator[None]:
+    """Writes the stderr of this process and its children to a file, because most of it reports the faults we caused."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     terminal = os.dup(2)
-    with path.open("w") as said:
-        os.dup2(said.fileno(), 2)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
     try:
         yield
     finally:
@@ -102,36 +116,14 @@ def _said_to(path: Path) -> Iterator[None]:
         os.close(terminal)
 
 
-def _suffer(told: str, name: str, address: str, token: str, slot: int, arguments: dict[str, Any]) -> None:
-    """A worker's process, with a saboteur in it."""
+def _work_with_saboteur(
+    faults_file: str, name: str, address: str, token: str, slot: int, arguments: dict[str, Any]
+) -> None:
+    """The body of a worker's process that causes its own faults."""
     from ringmaster_dist.chaos.saboteur import Saboteur
-    from ringmaster_dist.worker.__main__ import work
+    from ringmaster_dist.runtime.processes import become, leave
+    from ringmaster_dist.worker.process import work
 
     become(name)
-    saboteur = Saboteur(Path(told))
+    saboteur = Saboteur(Path(faults_file))
     leave(work(address, token, saboteur.make_job, slot=slot, **arguments))
-
-
-def _parse(argv: list[str]) -> tuple[dict[str, float], Path, list[str]]:
-    numbers, overrides = dict(_NUMBERS), []
-    directory = Path("runs") / f"chaos-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    for word in argv:
-        key, equals, value = word.partition("=")
-        if word.startswith("-") or not equals:
-            raise UserError(f"{word!r} is not understood; see ringmaster chaos --help")
-        if key == "dir":
-            directory = Path(value)
-        elif key in numbers:
-            try:
-                numbers[key] = float(value)
-            except ValueError:
-                raise UserError(f"{key}={value}: not a number") from None
-            least = 5.0 if key == "seconds" else 0.0
-            if not numbers[key] >= least or (key not in ("seconds", "baseline") and numbers[key] % 1):
-                raise UserError(f"{key}={value}: must be at least {least:g}, and faults, restarts and seed whole")
-        else:
-            overrides.append(word)
-    to_typed(compose([*_DEFAULTS, *overrides], "train"), real_time=True)  # a mistake is told before anything is begun
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"dir={directory} is not empty: choose another")
-    return numbers, directory, overrides

@@ -1,71 +1,58 @@
-"""``ringmaster doctor [server=HOST:PORT] [token_file=...]``."""
+"""``ringmaster doctor``."""
 
 from __future__ import annotations
 
-import os
 import sys
+from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.cli.parser import Parser
+from ringmaster_dist.cli.worker import TOKEN_HELP, server_address
 from ringmaster_dist.config.secret import given_token
-from ringmaster_dist.transport.addresses import split
 
 if TYPE_CHECKING:
     from ringmaster_dist.doctor import Finding
 
-_HELP = """ringmaster doctor [server=HOST:PORT] [token_file=FILE] [--quick]
-
-Looks at what commonly breaks a cluster; each line says ok or what to do. On one machine alone: versions, network names
-and interfaces, shared memory, disk, open files, clock, devices with the types they compute in, and a small run of a
-server and two workers. With server=, as a worker would see it from here: name, port, token, versions, a call, clock
-skew. It does not join the run.
-
-  token_file=FILE   the run's token, RUN_DIR/token (or RINGMASTER_TOKEN_FILE, RINGMASTER_TOKEN)
-  --quick           without the small run
-
-Exit code 0 if everything is ok, 1 if something is not.
-"""
-
-
 _MARKS = {True: "[green]ok[/green]     ", None: "[yellow]note[/yellow]   ", False: "[red]to do[/red]  "}
 
 
-def main(argv: list[str]) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(_HELP)
-        return 0
-    words = [word for word in argv if word != "--quick"]
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    if len(given) < len(words) or given.keys() - {"server", "token_file"}:
-        raise UserError("ringmaster doctor takes server=HOST:PORT, token_file=FILE and --quick")
+def doctor_options(parser: Parser) -> None:
+    parser.setting("server=HOST:PORT", "look at this server too, as a worker would see it", server_address)
+    parser.setting("token_file=FILE", TOKEN_HELP, str, "")
+    parser.switch("--quick", help="leave out the small run")
 
+
+def run_doctor(arguments: Namespace, overrides: list[str]) -> int:
+    """ringmaster doctor [server=HOST:PORT] [token_file=FILE] [--quick]
+
+    Looks at what commonly breaks a cluster. Each line says ok or what to do. On one machine alone it looks at versions,
+    network names and interfaces, shared memory, disk, open files, clock, devices with the types they compute in, and
+    a small run of a server and two workers. With server= it also looks at what a worker would see from here: name,
+    port, token, versions, a call, clock skew. It does not join the run.
+
+    The exit code is 0 if everything is ok, and 1 if something is not.
+    """
     from ringmaster_dist.doctor.machine import machine_findings, small_run
 
-    if "server" not in given:
+    if not arguments.server:
         ok = _show("this machine", machine_findings(Path.cwd()))
-        if "--quick" not in argv:
+        if not arguments.quick:
             ok &= _show("", [small_run()])
         return 0 if ok else 1
-    try:
-        split(given["server"])
-    except ValueError as error:
-        raise UserError(
-            f"server={given['server']}: write server=HOST:PORT; RUN_DIR/address has it ({error})"
-        ) from error
-    token = given_token(given.get("token_file", "")) or None
+    token = given_token(arguments.token_file) or None
 
     from ringmaster_dist.doctor.server import server_findings
+    from ringmaster_dist.runtime.processes import leave
 
     ok = _show("this machine", machine_findings(Path.cwd()))
-    ok &= _show(f"the server at {given['server']}", server_findings(given["server"], token))
-    sys.stdout.flush()
-    os._exit(0 if ok else 1)  # without the interpreter's farewell: TensorPipe's threads may hang in it
+    ok &= _show(f"the server at {arguments.server}", server_findings(arguments.server, token))
+    return leave(0 if ok else 1)
 
 
 def _show(title: str, findings: Iterable[Finding]) -> bool:
-    """Prints each as it is found; whether all are ok."""
+    """Prints each finding when it is made. Returns whether all are ok."""
     from rich.console import Console
 
     console, good = Console(file=sys.stdout), True

@@ -1,64 +1,103 @@
-"""``ringmaster COMMAND [hydra overrides]``. Imports a command's module only when it is called."""
+"""``ringmaster COMMAND ...``: the table of commands, and the way from a command line to one of them.
+
+The module of a command NAME has two functions. ``NAME_options(parser)`` declares what its command line may contain.
+``run_NAME(arguments, overrides)`` does the work and returns the exit code. Its docstring is the help text, and begins
+with a line of usage. A module is imported when its command is called, and it imports torch only inside ``run_NAME``, so
+that a help text or a mistake is shown at once.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from typing import NamedTuple
 
 from ringmaster_dist import __version__
+from ringmaster_dist.cli.parser import Parser, did_you_mean
 from ringmaster_dist.config.errors import UserError, exit_code_of
 from ringmaster_dist.transport.process_settings import prepare_environment
 
-COMMANDS = {
-    "train": "train in real time: a server and workers of unequal pace, over torch RPC",
-    "worker": "add workers of this machine to a run that is served elsewhere",
-    "report": "draw what runs did: figures and a page",
-    "watch": "show a run that is going on in the browser",
-    "dashboard": "make the wandb workspace for a run's project",
-    "replay": "recompute a real run from its trace and compare the bits",
-    "eval": "evaluate a run's weights",
-    "sample": "generate text with a trained model",
-    "export": "write a run's weights to a safetensors file",
-    "data": "prepare a corpus",
-    "profile": "measure the gradient time of this machine's devices",
-    "simulate": "play a run in virtual time: thousands of workers on one core",
-    "theory": "the paper's time bounds for a cluster: useful workers, seconds per update",
-    "advise": "simulate methods and thresholds on a cluster and recommend one",
-    "experiment": "reproduce an experiment of the paper: grids, figure, summary",
-    "doctor": "look for what commonly breaks a cluster, on this machine or towards a server",
-    "bench": "measure this system beside its alternatives",
-    "chaos": "train under kills, stops, disconnects, NaNs and server restarts, and account for it",
-}
+
+class Command(NamedTuple):
+    name: str
+    module: str
+    sentence: str
+    overrides: bool = False  # whether it takes words for Hydra, such as method.eta=0.1
+    listed_config: str = ""  # the primary configuration whose keys the help text lists
+    explains_itself: bool = False  # whether it shows its help text when it is called without arguments
 
 
-def usage() -> str:
+COMMANDS = (
+    Command("train", "train", "train in real time with a server and workers over torch RPC", True, "train"),
+    Command("worker", "worker", "add workers of this machine to a run that is served elsewhere"),
+    Command("report", "runs", "draw figures and a page of what runs did"),
+    Command("watch", "runs", "show a run in the browser while it continues"),
+    Command("dashboard", "runs", "make the wandb workspace for a run's project"),
+    Command("replay", "runs", "recompute a real run from its trace and compare the bits"),
+    Command("eval", "weights", "evaluate a run's weights"),
+    Command("sample", "weights", "generate text with a trained model"),
+    Command("export", "weights", "write a run's weights to a safetensors file"),
+    Command("data", "inputs", "prepare a corpus", True, explains_itself=True),
+    Command("profile", "inputs", "measure the gradient time of this machine's devices", True),
+    Command("simulate", "simulate", "play a run of thousands of workers in virtual time on one core", True, "config"),
+    Command("theory", "cluster", "compute the paper's time bounds for a cluster", True),
+    Command("advise", "cluster", "simulate methods and thresholds on a cluster and recommend one", True),
+    Command("experiment", "experiment", "reproduce an experiment of the paper", explains_itself=True),
+    Command("doctor", "doctor", "look for what commonly breaks a cluster, on this machine or towards a server"),
+    Command("bench", "bench", "measure this system versus its alternatives"),
+    Command("chaos", "chaos", "train under kills, stops, disconnects, NaNs and restarts, and account for it", True),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Returns the exit code: 2 for a mistake, which is one line on stderr."""
+    prepare_environment()
+    return exit_code_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(words: list[str]) -> int:
+    if words and words[0] in ("-V", "--version"):
+        print(__version__)
+        return 0
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    command = _command(words[0])
+    module = importlib.import_module(f"ringmaster_dist.cli.{command.module}")
+    run = getattr(module, f"run_{command.name}")
+    parser = Parser(command.name, run.__doc__)
+    getattr(module, f"{command.name}_options")(parser)
+    if {"-h", "--help"} & set(words) or (command.explains_itself and len(words) == 1):
+        print(parser.format_help())
+        if command.listed_config:
+            from ringmaster_dist.config.describe import keys_and_choices
+
+            print(keys_and_choices(command.listed_config))
+        return 0
+    arguments, overrides = parser.read(words[1:], takes_overrides=command.overrides)
+    return int(run(arguments, overrides))
+
+
+def _command(name: str) -> Command:
+    for command in COMMANDS:
+        if command.name == name:
+            return command
+    names = [command.name for command in COMMANDS]
+    raise UserError(f"there is no command {name!r}; {did_you_mean(name, names)}known: {', '.join(names)}")
+
+
+def _usage() -> str:
     lines = [
         f"ringmaster {__version__}: asynchronous Muon on machines of unequal speed",
         "",
         "  ringmaster COMMAND [key=value ...]",
         "",
-        *(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
+        *(f"  {command.name:<10} {command.sentence}" for command in COMMANDS),
         "",
         "  ringmaster COMMAND --help   says more",
         "",
         "Try:  ringmaster simulate method=ringmaster method.threshold=8 cluster.workers=64",
     ]
     return "\n".join(lines)
-
-
-def main(argv: list[str] | None = None) -> int:
-    prepare_environment()
-    arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    if arguments[0] in ("-V", "--version"):
-        print(__version__)
-        return 0
-    return exit_code_of(lambda: _run(*arguments))
-
-
-def _run(command: str, *arguments: str) -> int:
-    if command not in COMMANDS:
-        raise UserError(f"there is no command {command!r}; known: {', '.join(COMMANDS)}")
-    return int(importlib.import_module(f"ringmaster_dist.cli.{command}").main(list(arguments)))

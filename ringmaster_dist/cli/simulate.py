@@ -1,58 +1,47 @@
-"""``ringmaster simulate``: a run in virtual time."""
+"""``ringmaster simulate``."""
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 
-from ringmaster_dist.cli.multirun import multirun_of
-from ringmaster_dist.cli.options import parse
-from ringmaster_dist.config.compose import compose, to_typed
-from ringmaster_dist.config.describe import annotated, keys_and_choices
-
-_HELP = """ringmaster simulate [key=value ...]
-
-Plays a run in virtual time: the real server core, simulated workers, gradients that are really computed.
-Writes config.yaml, trace.jsonl, metrics.jsonl and summary.json to run.dir and prints a summary.
-
-  init=RUN_DIR|FILE  begin from the weights of a run, of a checkpoint or of a safetensors file
-
-  --cfg job        print the composed configuration and stop
-  --multirun, -m   run every combination of comma-separated values: method.eta=0.1,0.2
-  --help           this text
-
-Exit code 0: the budget is used up. 1: the loss has diverged. 130: stopped; what there is was written. 2: a mistake.
-
-Examples
-  ringmaster simulate
-  ringmaster simulate method=rennala method.batch=16 cluster.profile=sublinear
-  ringmaster simulate experiment=paper_quadratic cluster.profile=similar run.dir=runs/similar
-  ringmaster simulate -m method=ringmaster,rennala,synchronous run.dir=runs/compare
-"""
+from ringmaster_dist.cli.configured import configuration_options, run_configured
+from ringmaster_dist.cli.parser import Parser
 
 
-def main(argv: list[str]) -> int:
-    multirun = any(word in ("-m", "--multirun") for word in argv)
-    overrides, show = parse([word for word in argv if word not in ("-m", "--multirun")], "simulate")
-    if show == "help":
-        print(_HELP)
-        print(keys_and_choices("config"))
-        return 0
-    if show == "cfg":
-        composed = compose(overrides)
-        to_typed(composed)
-        print(annotated(composed))
-        return 0
-    if not multirun:
-        return _run(overrides)
-    return multirun_of(overrides, _run, lambda overrides: to_typed(compose(overrides)))
+def simulate_options(parser: Parser) -> None:
+    configuration_options(parser)
 
 
-def _run(overrides: list[str]) -> int:
+def run_simulate(arguments: Namespace, overrides: list[str]) -> int:
+    """ringmaster simulate [key=value ...]
+
+    Plays a run in virtual time. The server core is the real one, the workers are simulated, and the gradients are
+    really computed. It writes config.yaml, trace.jsonl, metrics.jsonl and summary.json to run.dir and prints a summary.
+
+      init=RUN_DIR|FILE  begin from the weights of a run, of a checkpoint or of a safetensors file
+
+    Exit code 0: the budget is used up. 1: the loss has diverged. 130: stopped, and what there is was written.
+    2: a mistake.
+
+    Examples
+      ringmaster simulate
+      ringmaster simulate method=rennala method.batch=16 cluster.profile=sublinear
+      ringmaster simulate experiment=paper_quadratic cluster.profile=similar run.dir=runs/similar
+      ringmaster simulate -m method=ringmaster,rennala,synchronous run.dir=runs/compare
+    """
+    return run_configured(arguments, overrides, _simulate, "config")
+
+
+def _simulate(overrides: list[str]) -> int:
+    from ringmaster_dist.config.compose import compose, to_typed
+
     composed = compose(overrides)
     config = to_typed(composed)
 
     from rich.console import Console
 
+    from ringmaster_dist.config.describe import annotated
     from ringmaster_dist.observe.console import ProgressLine
     from ringmaster_dist.observe.loggers import open_logger
     from ringmaster_dist.observe.report import show_summary

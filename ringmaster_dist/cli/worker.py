@@ -1,43 +1,91 @@
-"""``ringmaster worker server=HOST:PORT [workers=N] [key=value ...]``: workers of this machine, supervised if wanted."""
+"""``ringmaster worker``."""
 
 from __future__ import annotations
 
-import os
-import sys
+from argparse import Namespace
 
+from ringmaster_dist.cli.parser import Parser, number, whole
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.schema import ServerConfig
+from ringmaster_dist.config.secret import given_token
+from ringmaster_dist.transport.addresses import split
 
-_HELP = """ringmaster worker server=HOST:PORT [workers=N] [restarts=10] [key=value ...]
-
-Adds workers of this machine to the run that is served at HOST:PORT. Without workers= it is one, in this process. With
-it they are processes of their own, one per GPU if N is their number, and one that dies is started again alone.
-
-  workers    how many
-  restarts   how often each of them is started again; one that ended with code 2, a mistake, is not   (10)
-
-The other keys are those of each worker:
-
-"""
+TOKEN_HELP = "the file with the run's token, RUN_DIR/token; or set RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN"
 
 
-def main(argv: list[str]) -> int:
-    from ringmaster_dist.runtime.supervisor import supervise_workers
-    from ringmaster_dist.worker import __main__ as worker
-
-    given = dict(word.partition("=")[::2] for word in argv if word.startswith(("workers=", "restarts=")))
-    rest = [word for word in argv if not word.startswith(("workers=", "restarts="))]
-    if "-h" in argv or "--help" in argv:
-        print(_HELP + worker.HELP.partition("\n\n")[2])
-        return 0
-    if not given:
-        code = worker.main(argv)
-        sys.stderr.flush()
-        os._exit(code)  # without the interpreter's farewell: TensorPipe's threads may hang in it
-    for key in given:
-        if not given[key].isdecimal() or (key == "workers" and int(given[key]) < 1):
-            raise UserError(f"{key}={given[key]}: must be a number, and workers at least 1")
+def server_address(text: str) -> str:
+    """Checks HOST:PORT."""
     try:
-        worker.parse(rest)  # report a mistake once, not once per worker
+        split(text)
     except ValueError as error:
-        raise UserError(str(error)) from error
-    return supervise_workers(rest, int(given.get("workers", 1)), int(given.get("restarts", 10)))
+        raise ValueError(f"write server=HOST:PORT; RUN_DIR/address has it ({error})") from None
+    return text
+
+
+def _server(text: str) -> str:
+    return text if text.startswith("@") else server_address(text)
+
+
+def _true_or_false(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("write true or false")
+    return text == "true"
+
+
+def worker_options(parser: Parser) -> None:
+    seconds = number(0)
+    parser.setting("server=HOST:PORT", "where the server is, as in RUN_DIR/address on its machine. With server=@FILE, "
+                   "FILE is read at every attempt to connect, for a server that may restart at another address",
+                   _server)  # fmt: skip
+    parser.setting("token_file=FILE", TOKEN_HELP, str, "")
+    parser.setting("target=NAME", "the problem.target that it may import, if the run has one (problem=python)", str, "")
+    parser.setting("tls=BOOL", "false means no encryption, for a server with server.tls=false", _true_or_false, "true")
+    parser.setting("slot=N", "whose place in the delay profile sets its pace; -1 means its own id", whole(), -1)
+    parser.setting("connect_seconds=S", "how long it waits for a connection", seconds, ServerConfig.connect_seconds)
+    parser.setting(
+        "call_seconds=S",
+        "how long it waits for an answer before it connects again and retries",
+        seconds,
+        ServerConfig.call_seconds,
+    )
+    parser.setting("patience_seconds=S", "how long it looks for a server that is away before it gives up", seconds,
+                   ServerConfig.patience_seconds)  # fmt: skip
+    parser.setting("workers=N", "supervise N workers, each in a process of its own", whole(1))
+    parser.setting(
+        "restarts=N", "how often each is restarted, unless it ended with code 2, a mistake (default: 10)", whole(0)
+    )
+
+
+def run_worker(arguments: Namespace, overrides: list[str]) -> int:
+    """ringmaster worker server=HOST:PORT [workers=N] [restarts=N] [key=value ...]
+
+    Adds workers of this machine to the run that is served at HOST:PORT. A worker waits for a server that is not there
+    yet, and for one that is away. The configuration comes from the server. Without workers= there is one worker, in
+    this process. With workers=N there are N processes, one per GPU if N is the number of GPUs, and a process that dies
+    is restarted alone.
+
+    python -m ringmaster_dist.worker is the same command. Under torchrun it is one worker per process, but torchrun
+    restarts all G when one dies. launch/worker.sh gives each an agent of its own.
+
+      torchrun --standalone --nproc-per-node=G -m ringmaster_dist.worker server=HOST:PORT
+
+    RINGMASTER_LOG=INFO says more. Exit code 0: the run is over. 1: the server is lost, or gradients cannot be computed
+    here. 2: a mistake, or the server refuses this worker; the line on stderr says why.
+    """
+    from ringmaster_dist.logs import log_as_told
+    from ringmaster_dist.runtime.processes import leave
+    from ringmaster_dist.runtime.supervisor import supervise_workers
+    from ringmaster_dist.worker.process import work
+
+    if not arguments.server:
+        raise UserError("server= is missing: write server=HOST:PORT; RUN_DIR/address has it")
+    token = given_token(arguments.token_file)
+    if not token:
+        raise UserError("no token: give token_file=RUN_DIR/token or set RINGMASTER_TOKEN")
+    names = ("target", "tls", "slot", "connect_seconds", "call_seconds", "patience_seconds")
+    keywords = {name: getattr(arguments, name) for name in names}
+    if arguments.workers is None and arguments.restarts is None:
+        log_as_told()
+        leave(work(arguments.server, token, **keywords))
+    restarts = 10 if arguments.restarts is None else arguments.restarts
+    return supervise_workers(arguments.server, token, keywords, arguments.workers or 1, restarts)

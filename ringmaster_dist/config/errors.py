@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -15,7 +16,9 @@ class UserError(Exception):
 def exit_code_of(work: Callable[[], int]) -> int:
     """Does the work of a process. A mistake is one line on stderr and exit code 2."""
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()  # so that a closed pipe is noticed here and not when the interpreter exits
+        return code
     except (UserError, Mistake) as error:
         print(f"ringmaster: {error}", file=sys.stderr)
         return 2
@@ -23,4 +26,5 @@ def exit_code_of(work: Callable[[], int]) -> int:
         print("ringmaster: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout once more
         return 0

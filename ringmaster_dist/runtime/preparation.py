@@ -6,6 +6,7 @@ import logging
 import secrets
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -24,6 +25,9 @@ from ringmaster_dist.runtime.saved_weights import Tensors, chosen_weights, write
 from ringmaster_dist.runtime.supervisor import local_workers
 from ringmaster_dist.transport.addresses import elsewhere, is_loopback
 from ringmaster_dist.worker.job import device_of
+
+if TYPE_CHECKING:
+    from ringmaster_dist.problems.nanochat.rows import Rows
 
 log = logging.getLogger(__name__)
 
@@ -163,12 +167,12 @@ def _refuse_if_used_up(config: Config, directory: RunDirectory, *, asked: bool) 
             )
 
 
-def prepare_data(config: Config) -> None:
+def prepare_data(config: Config) -> Rows:
     """Tokenizes the corpus before the processes start, and shows the progress. The processes then find it on disk."""
     from ringmaster_dist.config.build import build_rows
 
     line = ProgressLine(Console(file=sys.stderr))
     try:
-        build_rows(config, line.show)
+        return build_rows(config, line.show)
     finally:
         line.close()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 TICK_SECONDS = 0.05  # how often a supervisor looks at its processes
 MISTAKE = 2  # the exit code for a user's mistake, which a restart does not repair
@@ -23,7 +23,7 @@ _RESTART_SECONDS = 0.5
 _QUICK_DEATH_SECONDS, _MOST_QUICK_DEATHS = 10.0, 3
 # The fork server imports these. It ignores a name that it cannot import, so a test checks them.
 PRELOADED = ["ringmaster_dist.runtime.server_process", "ringmaster_dist.transport.client",
-              "ringmaster_dist.transport.host", "ringmaster_dist.worker.__main__"]  # fmt: skip
+              "ringmaster_dist.transport.host", "ringmaster_dist.worker.process"]  # fmt: skip
 
 
 def prepare_fork_server() -> None:
@@ -139,7 +139,7 @@ def become(name: str) -> None:
         comm.write(name)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Exits without the interpreter's shutdown, in which TensorPipe's threads may hang."""
     sys.stdout.flush()
     sys.stderr.flush()

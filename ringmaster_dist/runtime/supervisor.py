@@ -30,7 +30,7 @@ _LAST_SECONDS = 2.0  # for workers, after their server has ended
 
 def work_at(name: str, address: str, token: str, slot: int, arguments: dict[str, Any]) -> None:
     """The body of a worker's process."""
-    from ringmaster_dist.worker.__main__ import work
+    from ringmaster_dist.worker.process import work
 
     become(name)
     log_as_told()
@@ -126,11 +126,11 @@ def worker_arguments(config: Config) -> dict[str, Any]:
     return {"target": config.problem.target or "", **{name: getattr(config.server, name) for name in names}}
 
 
-def supervise_workers(argv: list[str], workers: int, restarts: int) -> int:
+def supervise_workers(server: str, token: str, keywords: dict[str, Any], workers: int, restarts: int) -> int:
     """Runs workers of a server elsewhere until all have ended. Returns the worst exit code."""
     prepare_fork_server()
     processes = [
-        SupervisedProcess(f"worker-{index}", _work_elsewhere, argv, index, most_restarts=restarts)
+        SupervisedProcess(f"worker-{index}", _work_elsewhere, index, server, token, keywords, most_restarts=restarts)
         for index in range(workers)
     ]
     try:
@@ -148,10 +148,11 @@ def supervise_workers(argv: list[str], workers: int, restarts: int) -> int:
     return max(process.last_code or 0 for process in processes)
 
 
-def _work_elsewhere(name: str, argv: list[str], index: int) -> None:
+def _work_elsewhere(name: str, index: int, server: str, token: str, keywords: dict[str, Any]) -> None:
     """The body of a worker's process whose server is on another machine."""
-    from ringmaster_dist.worker.__main__ import main as work
+    from ringmaster_dist.worker.process import work
 
     become(name)
+    log_as_told()
     os.environ["LOCAL_RANK"] = str(index)  # chooses the GPU of this worker
-    leave(work(argv))
+    leave(work(server, token, **keywords))

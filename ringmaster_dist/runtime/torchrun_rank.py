@@ -80,7 +80,7 @@ def _resumed(argv: list[str], begun: str) -> list[str]:
 
 def _work(rank: int, rendezvous: Rendezvous) -> int:
     """Works on the machine of rank 0."""
-    from ringmaster_dist.worker.__main__ import work
+    from ringmaster_dist.worker.process import work
 
     server = rendezvous.wait_for("server")
     if server.get("over"):
@@ -95,7 +95,7 @@ def _work(rank: int, rendezvous: Rendezvous) -> int:
 def _work_elsewhere(argv: list[str], rank: int) -> int:
     """Works on another machine than that of rank 0."""
     from ringmaster_dist.runtime.supervisor import worker_arguments
-    from ringmaster_dist.worker.__main__ import work
+    from ringmaster_dist.worker.process import work
 
     config, token = to_typed(compose(argv, "train"), real_time=True), given_token()
     if is_loopback(config.server.host) or not config.server.port or not token:

@@ -47,8 +47,8 @@ class Host:
     """
 
     def __init__(
-        self, handlers: agent.Handlers, host: str, port: int, *, token: str, tensor_bytes: int, threads: int = 16,
-        timeout: float = 60.0, tls: bool = True, handshake_seconds: float = 5.0,
+        self, handlers: agent.Handlers, host: str, port: int, *, token: str, tensor_bytes: int, threads: int,
+        timeout: float, tls: bool = True, handshake_seconds: float,
     ) -> None:  # fmt: skip
         agent.check_assumptions()
         if tls:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ringmaster_dist import __version__
+from ringmaster_dist.cli.main import COMMANDS
 from ringmaster_dist.config.compose import load
 from ringmaster_dist.experiment import plan as plans
 
@@ -40,8 +41,31 @@ def test_the_command_explains_itself():
     for word in ("method=rennala", "threshold: 8", "accept iff delay < R", "--cfg job", "Examples"):
         assert word in helped.stdout
     assert max(len(line) for line in helped.stdout.splitlines()) < 160
-    assert ringmaster("bench", "--help").returncode == 0
     assert ringmaster("--version").stdout.strip() == __version__
+
+
+def test_every_command_has_a_help_text_and_needs_no_torch_for_it():
+    code = (
+        "import sys; from ringmaster_dist.cli.main import COMMANDS, main;"
+        "print([command.name for command in COMMANDS if main([command.name, '--help'])], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[] False", done.stderr
+    lines = done.stdout.splitlines()
+    for command in COMMANDS:
+        assert any(line.startswith(f"ringmaster {command.name} ") for line in lines)
+    for word in ("--rows N", "port=N", "time-to-loss", "--top-k K", "resume=auto", "torchrun --standalone"):
+        assert word in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure():
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "ringmaster_dist", "--help"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60, env=environment)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_configuration_is_shown_with_overrides():

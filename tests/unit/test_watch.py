@@ -56,8 +56,8 @@ def test_mistakes_are_reported_in_one_line(tmp_path, capsys):
             ([str(run), f"port={port}"], "choose another, or port=0"),
             ([str(run), "port=99999"], "port=99999"),
             ([str(tmp_path)], "no config.yaml"),
-            ([str(run), "colour=red"], "port= and host="),
-            ([], "a run directory"),
+            ([str(run), "colour=red"], "known: port=, host="),
+            ([], "usage: ringmaster watch RUN_DIR"),
         ):
             assert main(["watch", *arguments]) == 2
             said = capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""Commands that reason about a cluster from the gradient times of its workers: theory and advise."""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringmaster_dist.cli.parser import Parser, several, whole
+from ringmaster_dist.config.errors import UserError
+
+if TYPE_CHECKING:
+    from ringmaster_dist.config.schema import Config
+    from ringmaster_dist.simulation.forecast import Forecast
+
+_ENOUGH = 0.9  # of the updates that accepting everything would make
+_LISTED_WORKERS = 12
+
+
+def _cluster_options(parser: Parser) -> None:
+    parser.setting("times=S,S,...", "SOURCE: the seconds per gradient of each worker, such as times=1,2,4")
+    parser.setting("file=FILE", "SOURCE: a file that ringmaster profile has written")
+    parser.setting("run=RUN_DIR", "SOURCE: a finished run, with the mean time of each of its workers")
+    parser.setting("thresholds=R,R,...", "the thresholds to look at", several(whole(1)), "1,2,4,8,16,32")
+
+
+def _load_cluster(arguments: Namespace, overrides: list[str], *defaults: str) -> tuple[list[float], str, Config]:
+    """The seconds per gradient of each worker, sorted; their source in words; the configuration. Raises UserError."""
+    from ringmaster_dist.config.compose import load
+    from ringmaster_dist.simulation.cluster_times import gradient_times
+
+    config = load(["cluster.workers=8", *defaults, *(word for word in overrides if word != "gpus")])
+    given = {name: getattr(arguments, name) for name in ("times", "file", "run")}
+    sources = {name: value for name, value in given.items() if value is not None}
+    times, what = gradient_times(sources, "gpus" in overrides, config)
+    return times, what, config
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stdout).print(table)
+
+
+def theory_options(parser: Parser) -> None:
+    _cluster_options(parser)
+    parser.setting("updates=K", "the number of updates", whole(1), 1000)
+    parser.setting("plot=FILE.png", "also draw H_m and the bounds", Path)
+
+
+def run_theory(arguments: Namespace, overrides: list[str]) -> int:
+    """ringmaster theory [SOURCE] [updates=K] [thresholds=R,R,...] [plot=FILE.png] [key=value ...]
+
+    Prints what the paper's time bounds say about a cluster. SOURCE is times=, file=, run=, or the word gpus for the
+    paper's table of GPUs. Without it, the times come from the configuration: cluster.workers=8 cluster.profile=linear
+    cluster.unit_seconds=1 ...
+
+    It prints the harmonic means H_m of the m quickest workers. For each threshold R it prints how many workers are
+    useful (m*), how long any R consecutive updates take at most, t(R) = 2 min_m H_m (1 + R/m), and how long K updates
+    take at most, ceil(K/R) t(R). Then it prints the time of K updates if the threshold grows as a square root. If
+    speeds change (cluster.phases), it prints the same by the universal model. With constants
+    (method.constants.smoothness=1 method.constants.noise=1 method.constants.initial_gap=1) it also prints the schedules
+    of the theorems.
+    """
+    from ringmaster_dist import theory as bounds
+    from ringmaster_dist.algorithm.schedules import agnostic
+
+    updates, thresholds = arguments.updates, arguments.thresholds
+    times, what, config = _load_cluster(arguments, overrides, f"budget.updates={updates}")
+    totals = [bounds.seconds_of_run(times, updates, lambda k, r=r: r) for r in thresholds]  # type: ignore[misc]
+    means = bounds.harmonic_means(times)
+    shown = sorted({1, 2, 4, 8, 16, 32, 64, len(times)} & set(range(1, len(times) + 1)))
+    print(f"{what}: {len(times)} workers, {times[0]:.4g} to {times[-1]:.4g} s per gradient")
+    print("H_m: " + ", ".join(f"H_{m} = {means[m - 1]:.4g}" for m in shown))
+    work = _work_by_phases(config)
+    columns = ["R", "useful workers m*", "t(R)", f"T({updates:,})", "updates/s at least"]
+    rows = []
+    for threshold, total in zip(thresholds, totals, strict=True):
+        useful, seconds = bounds.useful_workers(times, threshold), bounds.seconds_of_updates(times, threshold)
+        row = [str(threshold), str(useful), f"{seconds:.4g}", f"{total:.4g}", f"{updates / total:.4g}"]
+        by_phases = [f"{bounds.seconds_of_run_at(work, updates, threshold):.4g}"] if work else []
+        rows.append([*row, *by_phases])
+    _print_table([*columns, "T by phases"] if work else columns, rows)
+    growing = bounds.seconds_of_run(times, updates, agnostic(1.0).threshold)
+    print(f"threshold growing as sqrt(k): T({updates:,}) = {growing:.4g} s at most")
+    print(f"waiting for all: T({updates:,}) = {updates * times[-1]:.4g} s")
+    _print_schedules(config, updates)
+    if arguments.plot:
+        _plot(arguments.plot, means.tolist(), thresholds, totals, updates, updates * times[-1])
+        print(f"drawn: {arguments.plot}")
+    return 0
+
+
+def _work_by_phases(config: Config) -> Callable[[float], Any] | None:
+    """How many gradients each worker could have computed by a time, if speeds change; otherwise None."""
+    if not config.cluster.phases:
+        return None
+    import numpy as np
+
+    from ringmaster_dist.simulation.session import build_speeds
+
+    speeds = build_speeds(config)
+    rates = speeds.rates
+    assert rates is not None
+
+    def work(time: float) -> Any:
+        edges = np.append(rates.times, np.inf)
+        spent = np.clip(time - edges[:-1], 0.0, edges[1:] - edges[:-1])
+        return spent @ rates.factors / speeds.base
+
+    return work
+
+
+def _print_schedules(config: Config, updates: int) -> None:
+    from ringmaster_dist.algorithm.schedules import Constants, agnostic, theory
+
+    given = config.method.constants
+    if given.smoothness is None or given.noise is None or given.initial_gap is None:
+        return
+    constants = Constants(given.smoothness, given.generalized_smoothness, given.noise, given.norm_ratio,
+                          given.initial_gap, updates)  # fmt: skip
+    fixed = theory(constants)
+    print(f"Theorem 1 for K = {updates:,}: eta = {fixed.eta_value:.4g}, alpha = {fixed.alpha_value:.4g} "
+          f"(beta = {1 - fixed.alpha_value:.4g}), R = {fixed.threshold_value:g}")  # fmt: skip
+    schedule = agnostic(config.method.eta, generalized=given.generalized_smoothness > 0)
+    for k in sorted({0, updates // 10, updates - 1}):
+        print(f"agnostic at k = {k:,}: eta = {schedule.eta(k):.4g}, alpha = {schedule.alpha(k):.4g}, "
+              f"R = {schedule.threshold(k):g}")  # fmt: skip
+
+
+def _plot(
+    path: Path, means: Sequence[float], thresholds: Sequence[int], totals: Sequence[float], updates: int, waiting: float
+) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    left.plot(range(1, len(means) + 1), means)
+    left.set(xlabel="m quickest workers", ylabel="harmonic mean H_m, seconds")
+    right.plot(thresholds, totals, marker="o", label=f"at most, {updates:,} updates")
+    right.axhline(waiting, color="C3", linestyle="--", label="waiting for all")
+    right.set(xlabel="threshold R", ylabel="seconds", xscale="log", yscale="log")
+    right.legend()
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"plot={path} cannot be written ({error})") from error
+    plt.close(figure)
+
+
+def advise_options(parser: Parser) -> None:
+    _cluster_options(parser)
+
+
+def run_advise(arguments: Namespace, overrides: list[str]) -> int:
+    """ringmaster advise [SOURCE] [thresholds=R,R,...] [key=value ...]
+
+    Plays candidate methods and thresholds on a cluster in virtual time and shows what each would do: updates per
+    second, wasted compute, workers that would starve (none of their gradients is ever accepted), speed-up over
+    synchronous training. Then it recommends a threshold. It is the smallest that makes nine tenths of the updates that
+    accepting everything would make, because a larger one only adds older gradients. For this threshold it also shows
+    what becomes of each worker's work. "slow half" is the share of accepted gradients that comes from the slower half
+    of the workers. SOURCE is times=, file=, run=, or the word gpus for the paper's table of GPUs. Without it, the
+    times come from the configuration: cluster.workers=8 cluster.profile=linear cluster.unit_seconds=1 ...
+
+    This shows what another threshold would have done in a finished run:
+      ringmaster advise run=runs/a thresholds=4
+    """
+    times, what, config = _load_cluster(arguments, overrides)
+    if len(times) < 2:
+        raise UserError(f"{what}: with one worker nothing is ever late and there is nothing to choose")
+    thresholds = sorted(arguments.thresholds)
+    found = _forecasts(times, thresholds, jitter=0.0 if arguments.run else config.cluster.jitter)
+    print(f"{what}: {len(times)} workers, {times[0]:.4g} to {times[-1]:.4g} s per gradient")
+    synchronous = max(1e-12, found["synchronous"].updates_per_second)
+    rows = []
+    for name, played in found.items():
+        slow = int(played.accepted[len(times) // 2 :].sum()) / max(1, int(played.accepted.sum()))
+        starving = f"{len(played.starving)} of {len(times)}" if played.starving else "none"
+        rate = played.updates_per_second
+        rows.append([name, f"{rate:.4g}", f"{rate / synchronous:.2f}", f"{played.wasted_fraction:.0%}", starving,
+                     f"{slow:.0%}"])  # fmt: skip
+    _print_table(["method", "updates/s", "x sync", "wasted", "starving", "slow half"], rows)
+    most = found["asynchronous"].updates_per_second
+    enough = [r for r in thresholds if found[f"ringmaster R={r}"].updates_per_second >= _ENOUGH * most]
+    chosen = enough[0] if enough else thresholds[-1]
+    advised = found[f"ringmaster R={chosen}"]
+    _print_table(["worker", "s/gradient", "accepted of what it began", "share of updates"], _by_worker(times, advised))
+    rate = advised.updates_per_second
+    print(f"advice: method=ringmaster method.threshold={chosen} "
+          f"({rate:.4g} updates/s, {rate / most:.0%} of what accepting everything would make)")  # fmt: skip
+    return 0
+
+
+def _forecasts(times: Sequence[float], thresholds: Sequence[int], jitter: float) -> dict[str, Forecast]:
+    """What each candidate would do on this cluster, by its name."""
+    from ringmaster_dist.algorithm.auto import AutoThreshold
+    from ringmaster_dist.algorithm.methods import Method, Rennala, Synchronous
+    from ringmaster_dist.algorithm.schedules import Constant
+    from ringmaster_dist.simulation.forecast import forecast, horizon_of
+
+    candidates: dict[str, Method] = {
+        **{f"ringmaster R={r}": Method(Constant(0.1, 0.1, r)) for r in thresholds},
+        "ringmaster R=auto": AutoThreshold(Constant(0.1, 0.05)),
+        "asynchronous": Method(Constant(0.1, 0.1, math.inf)),
+        f"rennala B={len(times)}": Rennala(Constant(0.1, 0.1), len(times)),
+        "synchronous": Synchronous(Constant(0.1, 0.1)),
+    }
+    horizon = horizon_of(times)
+    return {
+        name: forecast(times, method, jitter=jitter, interrupt=True, horizon_seconds=horizon)
+        for name, method in candidates.items()
+    }
+
+
+def _by_worker(times: Sequence[float], played: Forecast) -> Iterable[Sequence[str]]:
+    """What would become of each worker's work. The middle of a large cluster is left out."""
+    total, last = max(1, int(played.accepted.sum())), len(times) - 1
+    for worker in range(len(times)):
+        accepted, begun = int(played.accepted[worker]), int(played.begun[worker])
+        if worker < _LISTED_WORKERS or worker == last:
+            yield str(worker), f"{times[worker]:.4g}", f"{accepted / max(1, begun):.0%}", f"{accepted / total:.1%}"
+        elif worker == _LISTED_WORKERS:
+            yield "...", "", "", ""

@@ -1,0 +1,69 @@
+"""The life of a worker's process, from the address of its server to an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable
+from ringmaster_dist.transport.addresses import split
+from ringmaster_dist.transport.client import Client
+from ringmaster_dist.transport.process_settings import keep_memory
+from ringmaster_dist.worker.job import Job, make_job
+from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker
+
+
+def work(
+    server: str | Callable[[], str], token: str, make: Callable[..., Job] = make_job, /, *, slot: int = -1,
+    tls: bool = True, target: str = "", connect_seconds: float, call_seconds: float, patience_seconds: float,
+) -> int:  # fmt: skip
+    """Works until the run is over, and returns the exit code.
+
+    ``server`` is HOST:PORT, or @FILE for a file with it, or a function that returns it. The file is read, and the
+    function is called, at every attempt to connect, because a server that restarts may have another address.
+    """
+    keep_memory()
+
+    where = ""
+
+    def connect() -> Client:
+        nonlocal where
+        where = _where(server) if isinstance(server, str) else server()
+        return Client(where, token=token, tls=tls, connect_seconds=connect_seconds, call_seconds=call_seconds)
+
+    worker = Worker(connect, partial(make, target=target), token=token, slot=slot, patience_seconds=patience_seconds)
+    try:
+        worker.run()
+    except Refused as error:
+        print(f"ringmaster worker: the server at {where} refused: {error}", file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"ringmaster worker: the run at {where} cannot be joined from here: {error}", file=sys.stderr)
+        return 2
+    except AuthenticationFailed as error:
+        print(f"ringmaster worker: {error}", file=sys.stderr)
+        return 2
+    except (Lost, Failed, Incompatible) as error:
+        print(f"ringmaster worker: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # the server counts the worker out when its lease ends
+        print("ringmaster worker: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _where(server: str) -> str:
+    if not server.startswith("@"):
+        return server
+    try:
+        text = Path(server[1:]).read_text().strip()
+    except OSError as error:
+        raise Unreachable(f"no server has written {server[1:]} ({error.strerror})") from error
+    try:
+        split(text)
+    except ValueError as error:
+        raise Unreachable(f"{server[1:]} has no HOST:PORT") from error
+    return text
