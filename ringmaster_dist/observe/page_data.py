@@ -93,7 +93,7 @@ def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndar
     counts = {name: int((trace["verdict"] == code).sum()) for code, name in enumerate(VERDICTS)}
     if not len(trace):
         counts = {name: getattr(last, name) for name in VERDICTS}
-    updates = max([last.version if last else 0, *_version_after(recording)])
+    updates = _updates(recording)
     used, wasted = (sum(worker[key] for worker in workers) for key in ("used_seconds", "wasted_seconds"))
     return {
         "updates": summary.updates if summary else updates,
@@ -110,12 +110,14 @@ def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndar
     }
 
 
-def _version_after(recording: Recording) -> list[int]:
-    """The version after the last arrival, where every accepted gradient makes one; else the version at its arrival."""
-    trace = recording.trace
+def _updates(recording: Recording) -> int:
+    """The updates so far, of a run without a summary."""
+    trace, measured = recording.trace, recording.metrics[-1].version if recording.metrics else 0
+    if not len(trace):
+        return measured
     averages = recording.config["method"]["name"] in ("rennala", "synchronous")
-    made = np.zeros(len(trace), dtype=bool) if averages else trace["verdict"] == ACCEPTED
-    return (trace["version"] + made)[-1:].tolist()  # type: ignore[no-any-return]
+    made = not averages and trace["verdict"][-1] == ACCEPTED  # the last arrival has made an update of its own
+    return max(measured, int(trace["version"][-1]) + int(made))
 
 
 def _evaluation(recording: Recording) -> dict[str, float]:
@@ -137,8 +139,9 @@ def _validation(recording: Recording) -> str:
 def _workers(recording: Recording) -> list[dict[str, Any]]:
     """Counts and seconds of each worker. What never arrived is known from the summary or the metrics alone."""
     trace, last = recording.trace, recording.metrics[-1] if recording.metrics else None
-    listed: Mapping[str, WorkerSummary | WorkerRow] = (recording.summary.per_worker if recording.summary else None) or (
-        last.per_worker if last else None) or {}  # fmt: skip
+    listed: Mapping[str, WorkerSummary | WorkerRow] = (last.per_worker if last else None) or {}
+    if recording.summary and recording.summary.per_worker:
+        listed = recording.summary.per_worker
     own, accepted = trace["worker"], trace["verdict"] == ACCEPTED
     size = max([int(own.max()) if len(trace) else -1, *(int(name) for name in listed)], default=-1) + 1
     counts = [np.bincount(own[trace["verdict"] == code], minlength=size) for code in range(len(VERDICTS))]

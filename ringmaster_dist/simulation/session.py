@@ -20,7 +20,7 @@ from ringmaster_dist.observe.loggers import Logger
 from ringmaster_dist.observe.measures import smoothed_loss
 from ringmaster_dist.observe.metrics import summarize
 from ringmaster_dist.observe.records import MetricsRow, Summary, WorkerSummary
-from ringmaster_dist.observe.run_directory import RowWriter, RunDirectory, TraceWriter
+from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.observe.run_files import METRICS, THRESHOLDS
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.protocol import Receipt
@@ -41,12 +41,14 @@ class Recorder:
     """Observes the simulator: writes arrivals to the trace, measures at samples and reports progress."""
 
     def __init__(
-        self, core: ServerCore, problem: Problem, config: Config, metrics: RowWriter, changes: RowWriter | None,
-        trace: TraceWriter | None, progress: ProgressCallback, logger: Logger,
+        self, core: ServerCore, problem: Problem, config: Config, directory: RunDirectory, progress: ProgressCallback,
+        logger: Logger,
     ) -> None:  # fmt: skip
-        self._logger = logger
         self._core, self._problem, self._budget = core, problem, config.budget
-        self._metrics, self._changes, self._trace, self._progress = metrics, changes, trace, progress
+        self._progress, self._logger = progress, logger
+        self._trace = directory.open_trace() if config.run.trace else None
+        self._metrics = directory.open_rows(METRICS)
+        self._changes = directory.open_rows(THRESHOLDS) if config.method.threshold == "auto" else None
         self._arrivals = 0
         self.train_loss: float | None = None  # smoothed
         self._every, self._next_evaluation = config.eval.every, 0
@@ -94,6 +96,11 @@ class Recorder:
         self._metrics.write(row.to_json())
         self._logger.row(row)
         self._report(time, core.version)
+
+    def close(self) -> None:
+        for file in (self._trace, self._metrics, self._changes):
+            if file is not None:
+                file.close()
 
     def _report(self, time: float, version: int) -> None:
         by_seconds = time / (self._budget.seconds or math.inf)
@@ -151,10 +158,7 @@ def simulate(
     core = make_core(config, problem, directory.path)
     speeds = build_speeds(config)
     engine = choose_engine(config, problem, speeds)
-    trace = directory.open_trace() if config.run.trace else None
-    metrics = directory.open_rows(METRICS)
-    changes = directory.open_rows(THRESHOLDS) if config.method.threshold == "auto" else None
-    recorder = Recorder(core, problem, config, metrics, changes, trace, progress, logger or Logger())
+    recorder = Recorder(core, problem, config, directory, progress, logger or Logger())
     stuck = _Stuck(core)
     simulator = _simulator(engine, config, core, problem, speeds, recorder, lambda: should_stop() or stuck.look())
     seconds = config.budget.seconds or math.inf
@@ -164,11 +168,7 @@ def simulate(
         raise UserError(f"{error}: cluster.phases stops them all and budget.seconds is not set") from error
     finally:
         recorder.sample(simulator.now)
-        if trace is not None:
-            trace.close()
-        metrics.close()
-        if changes is not None:
-            changes.close()
+        recorder.close()
     if stuck.found:
         recorder.divergence.give_up()
     ended = "diverged" if stuck.found else "stopped by the user" if should_stop() else "budget"
