@@ -135,7 +135,7 @@ class Relay:
             return {"received": received, "sent": sent}
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the buffer is full, so the thread wakes up in any case
+        with contextlib.suppress(OSError):  # if the buffer is full, the thread wakes up anyway; or it has ended
             self._wake.send(b"!")
 
     def _end(self, pair: Pair, reason: str) -> None:
@@ -149,16 +149,15 @@ class Relay:
         for side in pair.sides:
             side.stream.socket.close()
         pair.on_end(reason)
+        self._wake_up()  # the thread ends after `close`, with the last pair
 
     # --- one thread for all small pairs ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        while self._pairs or not self._closed:
             for key, events in self._selector.select():
                 if key.fileobj is self._woken:
                     self._take_new()
-                    if self._closed and not self._pairs:
-                        return
                     continue
                 pair, side = key.data
                 if pair not in self._pairs:  # its other side has ended it a moment ago
@@ -172,6 +171,8 @@ class Relay:
                         self._select(pair)
                 except Exception as error:
                     self._give_up(pair, side, error)
+        for one in (self._selector, self._wake, self._woken):
+            one.close()
 
     def _take_new(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -262,3 +262,7 @@ def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
     assert (reasons, relay.num_open) == ([""], 0)
     assert struct.calcsize("<Q") == tensorpipe.LENGTH_BYTES
     relay.close()
+    deadline = time.monotonic() + 10
+    while "relay" in [thread.name for thread in threading.enumerate()]:
+        assert time.monotonic() < deadline, "the relay's thread does not end"
+        time.sleep(0.01)
