@@ -1,4 +1,4 @@
-"""What the processes of a run say of themselves, on stderr."""
+"""Logging of the processes of a run, to stderr."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import os
 
 
 def log_as_told() -> None:
-    """RINGMASTER_LOG=INFO says more, DEBUG everything."""
+    """Sets the level from RINGMASTER_LOG. The default is WARNING, INFO says more, and DEBUG says everything."""
     level = os.environ.get("RINGMASTER_LOG", "WARNING")
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s")

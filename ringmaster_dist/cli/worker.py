@@ -72,11 +72,6 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
     RINGMASTER_LOG=INFO says more. Exit code 0: the run is over. 1: the server is lost, or gradients cannot be computed
     here. 2: a mistake, or the server refuses this worker; the line on stderr says why.
     """
-    from ringmaster_dist.logs import log_as_told
-    from ringmaster_dist.runtime.processes import leave
-    from ringmaster_dist.runtime.supervisor import supervise_workers
-    from ringmaster_dist.worker.process import work
-
     if not arguments.server:
         raise UserError("server= is missing: write server=HOST:PORT; RUN_DIR/address has it")
     token = given_token(arguments.token_file)
@@ -84,6 +79,12 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError("no token: give token_file=RUN_DIR/token or set RINGMASTER_TOKEN")
     names = ("target", "tls", "slot", "connect_seconds", "call_seconds", "patience_seconds")
     keywords = {name: getattr(arguments, name) for name in names}
+
+    from ringmaster_dist.logs import log_as_told
+    from ringmaster_dist.runtime.processes import leave
+    from ringmaster_dist.runtime.supervisor import supervise_workers
+    from ringmaster_dist.worker.process import work
+
     if arguments.workers is None and arguments.restarts is None:
         log_as_told()
         leave(work(arguments.server, token, **keywords))

@@ -11,10 +11,11 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 
 from ringmaster_dist import randomness
 from ringmaster_dist.files import sha256_of, to_disk
-from ringmaster_dist.problems.nanochat.corpus import CorpusError, Source, documents
+from ringmaster_dist.problems.nanochat.corpus import CorpusError, Progress, Source, documents
 from ringmaster_dist.problems.nanochat.tokenizer import BytePairs
 
 _FORMAT = 1
@@ -31,8 +32,6 @@ _BUFFERED_DOCUMENTS = 1000
 _DOCUMENTS_PER_BATCH = 512
 _VALIDATION_EVERY = 20  # a corpus without validation files validates on one document in this many
 _TRAINING_CHARACTERS = 16_000_000  # the tokenizer is trained on the first so many
-
-Progress = Callable[[float, str], None]
 
 
 def pack(stream: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
@@ -172,10 +171,11 @@ class _Parts:
         """Reads every source once, so that a bad one is reported before any work is done."""
         self._sources = sources
         counts = Counter(source.validation for source in sources for _ in documents(source))
+        self.counts = {"train": counts[False], "validation": counts[True]}
         self._shares_sources = not counts[True] and counts[False] > 1
-        held_out = len(range(0, counts[False], _VALIDATION_EVERY)) if self._shares_sources else counts[True]
-        train = counts[False] - held_out if self._shares_sources else counts[False]
-        self.counts = {"train": train, "validation": held_out}
+        if self._shares_sources:
+            held_out = math.ceil(counts[False] / _VALIDATION_EVERY)
+            self.counts = {"train": counts[False] - held_out, "validation": held_out}
 
     def texts(self, name: str) -> Iterator[str]:
         if not self._shares_sources:
