@@ -50,7 +50,7 @@ def groups() -> dict[str, list[str]]:
 def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     """The composed configuration, not yet checked. Raises `UserError` with one helpful line."""
     for override in overrides:
-        if "=" not in override and not override.startswith("~"):
+        if override.startswith("=") or ("=" not in override and not override.startswith("~")):
             raise UserError(f"{override!r} is not an override: write key=value, such as method.eta=0.1")
         _refuse_renamed(override)
     # A problem of the user's own may take any argument, so Hydra has to add the key.
