@@ -1,4 +1,4 @@
-"""The exception for a mistake in a problem. It is here because every room may have to raise or to show it."""
+"""The exception for a mistake in a problem. It is here because every room may raise or show it."""
 
 
 class Mistake(ValueError):

@@ -1,1 +1,1 @@
-"""Configuration: found, composed by Hydra, checked, and turned into typed objects once."""
+"""The configuration: declared in one schema, composed by Hydra, checked, and made into typed objects once."""

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 def rows_of(config: Config, slot: int) -> int:
-    """How many rows a worker's gradient takes."""
+    """The rows that a gradient of the worker in this slot takes."""
     dealt = config.cluster.batch
     return dealt[slot % len(dealt)] if dealt else config.problem.batch
 
 
 def build_problem(config: Config, device: str = "cpu", rows: int | None = None) -> Problem:
-    """``rows`` per gradient, where that is another number than problem.batch."""
+    """The problem of a configuration. ``rows`` per gradient replaces problem.batch."""
     problem = config.problem
     if problem.name == "quadratic":
         return Quadratic(problem.dim, problem.noise, problem.clip)
@@ -77,7 +77,7 @@ def build_model_config(config: Config) -> NanoChatConfig:
 
 
 def build_rows(config: Config, progress: Callable[[float, str], None] = lambda fraction, text: None) -> Rows:
-    """The prepared corpus; prepares it if that has not been done on this machine."""
+    """The prepared corpus. It is prepared first if this machine has not done so."""
     from ringmaster_dist.problems.nanochat import corpus, rows
 
     data, model = config.data, config.model
@@ -115,17 +115,17 @@ def _from_python(config: Config, device: str) -> Problem:
 
 
 def build_fingerprint(layout: Layout, problem: Problem) -> str:
-    """Equal for two processes exactly if their package, their parameters and their data are the same."""
+    """A text that is equal for two processes if and only if their package, parameters and data are the same."""
     return f"{__version__}/{layout.fingerprint}/{getattr(problem, 'data_fingerprint', '')}"
 
 
 def explain_difference(mine: str, servers: str) -> str:
-    """Why two fingerprints are not equal, for whoever has to put it right."""
+    """Why two fingerprints differ, and what to do about it."""
     (my_version, my_layout, _), (version, layout, _) = mine.split("/"), servers.split("/")
     if my_version != version:
         return f"this machine has version {my_version} of ringmaster-dist, the server {version}: install the same"
     if my_layout != layout:
-        return "this machine builds other parameters from the same configuration: is its model code another?"
+        return "this machine builds other parameters from the same configuration: does it have the same model code?"
     return (
         "this machine has other data than the server, or other frozen weights or buffers: copy the server's text, the "
         "data's cache folder, or the weights that the factory loads"
@@ -175,7 +175,7 @@ def build_method(config: Config) -> Method:
 
 
 def build_layout(config: Config, problem: Problem) -> Layout:
-    """Where the problem's parameters lie in a flat tensor; the problem is told."""
+    """Where the problem's parameters lie in the flat iterate. The problem is bound to this layout."""
     geometry = config.geometry
     norms = {}
     for role in ROLES:
@@ -199,7 +199,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def build_core(config: Config, problem: Problem, run: Path | None = None) -> ServerCore:
-    """At the beginning of the run in this directory, which may have initial weights of its own."""
+    """The server core at the beginning of a run. With ``init``, its weights are in the run's directory."""
     layout = build_layout(config, problem)
     update = Update(
         layout,
@@ -215,7 +215,7 @@ def build_core(config: Config, problem: Problem, run: Path | None = None) -> Ser
 
 
 def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:
-    """The weights that a run with init began from; its directory has a copy."""
+    """The weights that a run with ``init`` began from, as one flat tensor. The run's directory has a copy."""
     try:
         return weights.flat(weights.read(path)[0], layout, problem.dtype)
     except (OSError, SafetensorError, ValueError) as error:
@@ -223,7 +223,7 @@ def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:
 
 
 def tokens_of_slot(config: Config) -> Callable[[int], int]:
-    """The tokens of a gradient, by the place of its worker in the profile; 0 where the problem has none."""
+    """The tokens of a gradient, by the slot of its worker; 0 if the problem has no tokens."""
     if config.problem.name != "nanochat":
         return lambda slot: 0
     return lambda slot: rows_of(config, slot) * config.model.sequence_len

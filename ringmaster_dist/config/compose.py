@@ -26,10 +26,10 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import KEYS, Config, suggested_eta
 from ringmaster_dist.config.validate import refusal, validate
 
-_MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")
-_MAY_NOT = ("cluster.batch", "cluster.threads", "server.compute_threads")  # the bits depend on these
-_RENAMED = {"decay_updates": "decay", "warmup_updates": "warmup"}  # numbers of updates before, fractions now
-_OF_THE_CALL = (("run", "dir"), ("run", "overwrite"))  # no part of what is computed
+_MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")  # sections that a resumed run may change
+_MAY_NOT = ("cluster.batch", "cluster.threads", "server.compute_threads")  # except these, on which the bits depend
+_RENAMED = {"decay_updates": "decay", "warmup_updates": "warmup"}  # they were numbers of updates and are fractions now
+_OF_THE_CALL = ("run.dir", "run.overwrite")  # these do not change what is computed
 
 
 def config_dir() -> Path:
@@ -38,7 +38,7 @@ def config_dir() -> Path:
     for candidate in (package / "_configs", package.parent / "configs"):
         if (candidate / "config.yaml").exists():
             return candidate
-    raise FileNotFoundError(f"the configs are missing: looked beside {package}")
+    raise FileNotFoundError(f"there is no folder configs next to {package}, and no _configs in it")
 
 
 def groups() -> dict[str, list[str]]:
@@ -50,10 +50,10 @@ def groups() -> dict[str, list[str]]:
 def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     """The composed configuration, not yet checked. Raises `UserError` with one helpful line."""
     for override in overrides:
-        if "=" not in override and not override.startswith("~"):
+        if override.startswith("=") or ("=" not in override and not override.startswith("~")):
             raise UserError(f"{override!r} is not an override: write key=value, such as method.eta=0.1")
         _refuse_renamed(override)
-    # What a problem of the user's own takes is not known here: any key is allowed there.
+    # A problem of the user's own may take any argument, so Hydra has to add the key.
     overrides = [f"++{word}" if word.startswith("problem.args.") else word for word in overrides]
     try:
         composed = _compose(overrides, name)
@@ -66,12 +66,12 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
 
 
 def load(overrides: Sequence[str]) -> Config:
-    """Composed, typed and validated, for a simulation."""
+    """The configuration of a simulation, typed and checked."""
     return to_typed(compose(overrides))
 
 
 def from_yaml(text: str) -> Config:
-    """A resolved configuration as it stands in a run directory."""
+    """The configuration of a real run, from the text in its directory."""
     composed = OmegaConf.create(text)
     if not isinstance(composed, DictConfig):
         raise UserError("the configuration is not a YAML mapping")
@@ -98,7 +98,7 @@ def _refuse_renamed(override: str) -> None:
 
 
 def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
-    """The configuration of a run in its directory, with what may change when it goes on."""
+    """The configuration of the run in a directory, with the overrides that a resumed run may have."""
     path = directory / "config.yaml"
     if not path.is_file():
         raise UserError(f"resume={directory}: there is no run in it (no config.yaml)")
@@ -114,7 +114,7 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
                 continue
             if key.partition(".")[0] not in _MAY_CHANGE or "." not in key or key in _MAY_NOT:
                 allowed = ", ".join(f"{section}.*" for section in _MAY_CHANGE)
-                raise UserError(f"{key}: a run goes on as it began; with resume only {allowed} may be given anew")
+                raise UserError(f"{key}: a run is resumed as it began; with resume only {allowed} may change")
             OmegaConf.update(composed, key, override.value(), force_add=True)
     except HydraException as error:
         raise UserError(_first_line(error)) from error
@@ -142,50 +142,50 @@ def _check_schedule(directory: Path, before: DictConfig, composed: DictConfig) -
 
 
 def same_run(directory: Path, composed: DictConfig) -> None:
-    """Raises `UserError` where the run in a directory was begun with what may not change when it goes on."""
+    """Raises `UserError` if this configuration differs from the run's in a key that may not change."""
     before = _load(directory / "config.yaml")
-    # The schema fills in the keys that an earlier version did not write.
-    then, now = (
-        cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(_schema(), config)))
-        for config in (before, composed)
-    )
-    for section in set(then) | set(now):
-        old, new = then.get(section, {}), now.get(section, {})
-        if not isinstance(old, dict) or not isinstance(new, dict):  # watch, resume, init: of the call, not of the run
+    then, now = _with_types(before), _with_types(composed)  # with the keys that an earlier version did not write
+    for key in (name for name in KEYS if name.count(".") == 1):  # watch, resume and init belong to the call
+        if (key.partition(".")[0] in _MAY_CHANGE and key not in _MAY_NOT) or key in _OF_THE_CALL:
             continue
-        for key in set(old) | set(new):
-            if section in _MAY_CHANGE and f"{section}.{key}" not in _MAY_NOT:
-                continue
-            if (section, key) not in _OF_THE_CALL and old.get(key) != new.get(key):
-                given = OmegaConf.select(composed, f"{section}.{key}")  # as it was written
-                raise UserError(
-                    f"{section}.{key}={given}: the run in {directory} was begun with {old.get(key)}; "
-                    "a run goes on as it began: choose another run.dir, or leave it as it was"
-                )
+        old, new = OmegaConf.select(then, key), OmegaConf.select(now, key)
+        if old != new:
+            given = OmegaConf.select(composed, key)  # as it was written
+            raise UserError(
+                f"{key}={given}: the run in {directory} was begun with {old}; "
+                "a run is resumed as it began: choose another run.dir, or leave the key as it was"
+            )
     _check_schedule(directory, before, composed)
 
 
 def begun_from(directory: Path) -> str | None:
-    """The ``init`` that the run in a directory was begun with."""
+    """The value of ``init`` when the run in a directory began."""
     before = OmegaConf.load(directory / "config.yaml")
     assert isinstance(before, DictConfig)
     return cast("str | None", before.get("init"))
 
 
 def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:
+    """The same configuration as dataclasses, checked. ``real_time`` says that it is not for a simulation."""
     try:
-        typed = OmegaConf.to_object(OmegaConf.merge(_schema(), composed))
-    except OmegaConfBaseException as error:
+        typed = OmegaConf.to_object(_with_types(composed))
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         raise UserError(_where(error, composed)) from error
     assert isinstance(typed, Config)
     validate(typed, real_time=real_time)
     return typed
 
 
-def _schema() -> DictConfig:
-    schema: DictConfig = OmegaConf.structured(Config)
+def _with_types(composed: DictConfig) -> DictConfig:
+    """The configuration on top of the schema, which checks types and fills in what is missing."""
+    schema = OmegaConf.structured(Config)
     schema.method.threshold = schema.method.batch = None  # a method that has one of them says so
-    return schema
+    try:
+        merged = OmegaConf.merge(schema, composed)
+    except OmegaConfBaseException as error:
+        raise UserError(_where(error, composed)) from error
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _where(error: OmegaConfBaseException, composed: DictConfig) -> str:

@@ -14,7 +14,7 @@ from ringmaster_dist.config.schema import KEYS
 
 
 def headline(path: Path) -> str:
-    """What a config file says of itself: its first comment line that is not a directive."""
+    """The sentence with which a config file begins, after a directive such as @package."""
     lines = path.read_text().splitlines()
     return next((line[2:] for line in lines if line.startswith("# ") and "@package" not in line), "")
 
@@ -24,7 +24,7 @@ def keys_and_choices(main: str) -> str:
     lines = ["Choices; --cfg job with one of them shows its keys"]
     for group, options in groups().items():
         for option in options:
-            lines.append(f"  {group}={option:<22} {headline(config_dir() / group / f'{option}.yaml')}")
+            lines.append(f"  {f'{group}={option}':<30} {headline(config_dir() / group / f'{option}.yaml')}")
     lines += ["", "Keys, their defaults and [what is allowed]"]
     return "\n".join([*lines, *(f"  {line}" for line in annotated(compose([], main)).splitlines())])
 

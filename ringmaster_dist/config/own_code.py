@@ -1,4 +1,4 @@
-"""Calls the user's own code, and shows a mistake in it as the user's traceback, without the frames of this program."""
+"""Imports and calls the user's own code. A mistake in it is shown as a traceback without the frames of this program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEEDED = ("parameters", "dtype", "objective", "quick_to_evaluate", "bind", "ini
 
 @contextmanager
 def told_once(target: str, what: str) -> Iterator[None]:
-    """Turns whatever the block raises into one `UserError`: a first line, then the user's own frames."""
+    """Turns any exception of the block into one `UserError`: a line that says ``what``, then the user's own frames."""
     try:
         yield
     except UserError:
@@ -38,7 +38,7 @@ def told_once(target: str, what: str) -> Iterator[None]:
 
 
 def own_frames(error: BaseException) -> str:
-    """The traceback without frames of this program, of installed packages and of the import system."""
+    """The traceback of an error without the frames of this program, of installed packages and of the import system."""
     shown = traceback.TracebackException.from_exception(error)
     if not _cut(shown, installed=True):  # the user's code may be an installed package
         shown = traceback.TracebackException.from_exception(error)
@@ -48,7 +48,7 @@ def own_frames(error: BaseException) -> str:
 
 
 def _cut(shown: traceback.TracebackException, *, installed: bool) -> int:
-    """Removes frames in place; gives the number that is left."""
+    """Removes frames in place, and returns how many are left."""
     shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if _is_own(f.filename, installed)])
     for earlier in (shown.__cause__, shown.__context__):
         if earlier is not None:
@@ -63,7 +63,7 @@ def _is_own(filename: str, installed: bool) -> bool:
 
 
 def problem_from(target: str, arguments: dict[str, Any], seed: int, device: str) -> Problem:
-    """A problem of the user's own: imported by name on every machine; no code travels.
+    """The problem that the user's factory returns. Every machine imports the factory by its name; no code is sent.
 
     The random generators are seeded, so that every machine draws the same initial and frozen weights.
     """
@@ -74,7 +74,7 @@ def problem_from(target: str, arguments: dict[str, Any], seed: int, device: str)
     except TypeError as error:
         raise UserError(f"problem.target={target} does not take these problem.args: {error}") from error
     except ValueError:
-        pass  # a callable of C has no signature
+        pass  # a callable that is written in C has no signature
     with told_once(target, "the factory failed"), _alike(seed, device):
         problem: Problem = factory(**given)
     missing = [name for name in _NEEDED if not hasattr(problem, name)]
@@ -88,7 +88,7 @@ def problem_from(target: str, arguments: dict[str, Any], seed: int, device: str)
 
 @contextmanager
 def _alike(seed: int, device: str) -> Iterator[None]:
-    """What every process has to share for its factory to give the same bits: the draws, and the number of threads."""
+    """Seeds the generators and uses one thread, so that the factory gives the same bits in every process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -100,7 +100,7 @@ def _alike(seed: int, device: str) -> Iterator[None]:
 
 def _imported(target: str, seed: int, device: str) -> Any:
     module_name, _, name = target.partition(":")
-    if os.getcwd() not in sys.path:  # a script's own folder is there, the one it is called in is not
+    if os.getcwd() not in sys.path:  # sys.path has the folder of the script, not the one it is called in
         sys.path.append(os.getcwd())
     try:
         with _alike(seed, device):

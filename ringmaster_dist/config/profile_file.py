@@ -14,17 +14,15 @@ from ringmaster_dist.profiles import base_seconds
 
 
 def cluster_seconds(cluster: ClusterConfig, num_workers: int) -> NDArray[np.float64]:
-    """Seconds per gradient of the first workers of a cluster: by its profile, or as measured."""
+    """Seconds per gradient of the first workers of a cluster, by its profile or as measured; shape (num_workers,)."""
     if cluster.profile != "file":
         return base_seconds(cluster.profile, num_workers, cluster.unit_seconds)
-    return np.resize(np.array(measured_times(cluster)), num_workers)  # dealt round and round
+    return np.resize(np.array(measured_times(cluster)), num_workers)  # dealt in turn
 
 
 def measured_times(cluster: ClusterConfig) -> list[float]:
-    """As given, else as in the file."""
+    """The times in cluster.times, else those in cluster.profile_file."""
     if cluster.times:
-        if min(cluster.times) <= 0:
-            raise UserError(f"cluster.times={cluster.times}: times must be above 0")
         return cluster.times
     if not cluster.profile_file:
         raise UserError("cluster.profile=file needs cluster.profile_file, which ringmaster profile writes")
@@ -32,7 +30,7 @@ def measured_times(cluster: ClusterConfig) -> list[float]:
 
 
 def read_times(path: Path) -> list[float]:
-    """Raises UserError where the file is not one of ``ringmaster profile``."""
+    """The times in a file. Raises `UserError` if ``ringmaster profile`` has not written it."""
     try:
         devices = json.loads(path.read_text())["devices"]
         times = [float(device["seconds_mean"]) for device in devices]

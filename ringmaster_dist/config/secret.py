@@ -1,4 +1,4 @@
-"""The run's token where it is given from outside: by a file or the environment, never by a command line others see."""
+"""The run's token, if the user gives one: in a file or in the environment, never on a command line that others see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEAST_CHARACTERS = 16
 
 
 def given_token(token_file: str = "") -> str:
-    """From ``token_file``, RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN, in this order; empty if none is set."""
+    """The token from ``token_file``, RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN, in this order; empty if none is set."""
     path = token_file or os.environ.get("RINGMASTER_TOKEN_FILE", "")
     if not path:
         return os.environ.get("RINGMASTER_TOKEN", "").strip()
@@ -22,7 +22,7 @@ def given_token(token_file: str = "") -> str:
 
 
 def servers_token() -> str:
-    """The same, for a server that is about to trust it; empty: make one."""
+    """The token that a server will trust, checked for length; empty if the server has to make one."""
     token = given_token()
     if token and (len(token) < _LEAST_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token):
         raise UserError(

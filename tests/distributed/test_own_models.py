@@ -173,7 +173,7 @@ def fine_tune(module, run, summary, tmp_path, capsys):
         assert f"init={one}" in line
         assert words in line
     assert main(["train", f"resume={tuned}", f"init={one}"]) == 2
-    assert "init: a run goes on as it began" in capsys.readouterr().err
+    assert "init: a run is resumed as it began" in capsys.readouterr().err
     assert main(["train", *QUICK, target, "init=/nowhere", f"run.dir={tmp_path}/never"]) == 2
     assert "/nowhere does not exist" in capsys.readouterr().err
     assert not (tmp_path / "never").exists()

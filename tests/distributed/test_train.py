@@ -304,8 +304,8 @@ def test_a_narrow_wire_replays_to_the_same_bits(method, tmp_path):
     ("overrides", "message"),
     [
         (["resume=/nowhere"], "there is no run in it"),
-        (["resume={run}", "method.eta=1"], "method.eta: a run goes on as it began"),
-        (["resume={run}", "method=rennala"], "method: a run goes on as it began"),
+        (["resume={run}", "method.eta=1"], "method.eta: a run is resumed as it began"),
+        (["resume={run}", "method=rennala"], "method: a run is resumed as it began"),
         (["resume={run}", "budget.updatess=9"], "updatess"),
         (["resume={run}"], "has used up its budget"),
     ],

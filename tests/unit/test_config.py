@@ -175,6 +175,7 @@ def test_printed_configuration_loads_back():
         (["logger=wandb", "logger.init_seconds=0"], ["logger.init_seconds=0"]),
         (["logger=none", "logger.project=x"], ["logger.project"]),
         (["nonsense"], ["nonsense", "key=value"]),
+        (["=3"], ["'=3'", "key=value"]),
         (["method.eta="], ["method.eta"]),
     ],
 )  # fmt: skip
