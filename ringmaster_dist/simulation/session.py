@@ -228,11 +228,12 @@ def _summary(
     config: Config, evaluation: dict[str, float], core: ServerCore, speeds: Speeds, simulator: Simulator, engine: str,
     ended: str, wall_seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
+    interrupted = simulator.interrupted
     busy = np.flatnonzero(simulator.used_seconds + simulator.wasted_seconds)
     workers = {
         worker: {
             "base_seconds": float(speeds.base[worker]),
-            "interrupted": int(simulator.interrupted[worker]),
+            "interrupted": int(interrupted[worker]),
             "used_seconds": float(simulator.used_seconds[worker]),
             "wasted_seconds": float(simulator.wasted_seconds[worker]),
         }

@@ -17,9 +17,10 @@ def test_one_function_three_times(seed, stream, worker, sequence):
     key = randomness.worker_key(seed, stream, worker)
     keys = randomness.worker_keys(seed, stream, worker + 1)
     assert int(keys[worker]) == key
-    unit = randomness.unit(randomness.bits(key, sequence))
+    bits = randomness.bits(key, sequence)
+    assert int(randomness.bits_of_many(keys[-1:], np.array([sequence]))[0]) == bits
+    unit = randomness.unit(bits)
     assert 0 < unit < 1
-    assert randomness.units_of_many(keys[-1:], np.array([sequence]))[0] == unit
     assert kernels.unit(np.uint64(key), sequence) == unit
     assert kernels.inverse_normal_cdf(unit) == NormalDist().inv_cdf(unit)
 

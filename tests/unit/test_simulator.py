@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringmaster_dist import randomness
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Norm
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, agnostic
@@ -16,7 +17,7 @@ from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.config.compose import load
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.problems.quadratic import Quadratic
-from ringmaster_dist.profiles import base_seconds
+from ringmaster_dist.profiles import base_seconds, jittered_seconds
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.compiled import CompiledSimulator
 from ringmaster_dist.simulation.session import simulate
@@ -55,22 +56,24 @@ def make_core(method, problem, geometry="muon", radius=1.0, weight_decay=0.0):
     return ServerCore(problem.initial(0), method, Update(layout, dtype=problem.dtype))
 
 
-@pytest.mark.parametrize("engine", ["core", "compiled"])
+@pytest.mark.parametrize(("engine", "workers", "jitter"), [("core", 6, 0.0), ("compiled", 6, 0.0), ("core", 50, 0.2)])
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("profile", ["linear", "sublinear", "similar"])
 @pytest.mark.parametrize("method", METHODS)
-def test_same_as_transcription(method, profile, interrupt, engine, tmp_path):
+def test_same_as_transcription(method, profile, interrupt, engine, workers, jitter, tmp_path):
     """Event for event what the specification says, and the same iterate."""
     overrides = [
-        "problem=quadratic", "problem.dim=60", "problem.noise=0", "cluster.workers=6", f"cluster.profile={profile}",
-        "cluster.jitter=0", f"method={method}", "method.eta=0.2", *METHODS[method], "budget.seconds=60",
-        f"method.interrupt={interrupt}", f"simulation.engine={engine}",
+        "problem=quadratic", "problem.dim=60", "problem.noise=0", f"cluster.workers={workers}",
+        f"cluster.profile={profile}", f"cluster.jitter={jitter}", f"method={method}", "method.eta=0.2",
+        *METHODS[method], "budget.seconds=60", f"method.interrupt={interrupt}", f"simulation.engine={engine}",
     ]  # fmt: skip
     summary = simulate(load(overrides), RunDirectory(str(tmp_path / "run"), name="x"))
-    taus = [float(t) for t in base_seconds(profile, 6, 1.0)]
+    base = [float(t) for t in base_seconds(profile, workers, 1.0)]
+    keys = [randomness.worker_key(0, randomness.STREAM_JITTER, worker) for worker in range(workers)]
     events, iterate, interrupted = play(
-        method, taus, eta=0.2, dim=60, seconds=60, threshold=4, batch=4, interrupt=interrupt
-    )
+        method, workers, lambda i, sequence: jittered_seconds(base[i], jitter, keys[i], sequence),
+        eta=0.2, dim=60, seconds=60, threshold=4, batch=4, interrupt=interrupt,
+    )  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()]
     ours = [(r["time"], r["worker"], r["gradient_version"], r["version"], r["verdict"]) for r in records]
     assert ours == events
