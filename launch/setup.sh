@@ -29,7 +29,7 @@ setup() {
 # The interpreter that has the package: RINGMASTER_PYTHON as it is, or that of .venv, which is made if need be.
 python_with_package() {
     if [ -z "${RINGMASTER_PYTHON:-}" ]; then
-        setup test,fast >&2
+        setup test >&2
         RINGMASTER_PYTHON=$PWD/.venv/bin/python
     fi
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs lint, spelling, types and all tests but those that need Docker. Arguments go to pytest: ./launch/test.sh tests/unit -k core
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-setup test,fast
+setup test
 say "lint"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

@@ -100,8 +100,9 @@ class Simulator:
     def interrupted(self) -> Ints:
         """By worker, how many of its computations were begun, not delivered, and are not in flight."""
         arrivals = self._arrivals
-        in_flight = arrivals.version != IDLE
-        return arrivals.sequence + 1 - self._delivered - in_flight
+        begun, in_flight = arrivals.sequence + 1, arrivals.version != IDLE
+        interrupted: Ints = begun - self._delivered - in_flight
+        return interrupted
 
     def run(self, *, updates: float = math.inf, seconds: float = math.inf) -> None:
         """Until the core's version or the clock reaches its budget, or somebody asks to stop, whichever comes first."""
