@@ -81,15 +81,10 @@ def worker_keys(seed: int, stream: int, num_workers: int) -> NDArray[np.uint64]:
     return _mix_many(workers * np.uint64(_GOLDEN) + np.uint64(base))
 
 
-def units_of_many(keys: NDArray[np.uint64], sequences: NDArray[np.int64]) -> NDArray[np.float64]:
-    """``unit(bits(key, sequence))`` for each pair."""
+def bits_of_many(keys: NDArray[np.uint64], sequences: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """`bits` of each pair of a key and a sequence."""
     values = sequences.astype(np.uint64)
     values += np.uint64(1)
     values *= np.uint64(_GOLDEN)
     values += keys
-    _mix_many(values)
-    values >>= np.uint64(12)
-    result: NDArray[np.float64] = values.astype(np.float64)
-    result += 0.5
-    result *= _TO_UNIT
-    return result
+    return _mix_many(values)

@@ -35,11 +35,17 @@ def quadratic(dim):
     return matrix, b, x0
 
 
-def play(method, taus, *, eta, dim, seconds, threshold=None, batch=None, beta=0.95, nesterov=True, interrupt=True):
-    """Returns (events, iterate, interrupted); an event is (time, worker, gradient_version, version, verdict)."""
+def play(
+    method, n, seconds_of, *, eta, dim, seconds, threshold=None, batch=None, beta=0.95, nesterov=True, interrupt=True
+):
+    """Returns (events, iterate, interrupted); an event is (time, worker, gradient_version, version, verdict).
+
+    ``seconds_of(worker, sequence)`` is how long a gradient takes.
+    """
     matrix, b, x = quadratic(dim)
-    momentum, k, n = np.zeros(dim), 0, len(taus)
-    work = [{"finish": tau, "version": 0, "x": x} for tau in taus]
+    momentum, k = np.zeros(dim), 0
+    sequences = [0] * n
+    work = [{"finish": seconds_of(i, 0), "version": 0, "x": x} for i in range(n)]
     events, collected, contributed, interrupted = [], [], set(), 0
 
     def limit(k):
@@ -61,7 +67,8 @@ def play(method, taus, *, eta, dim, seconds, threshold=None, batch=None, beta=0.
         k += 1
 
     def start(i, now):
-        work[i] = {"finish": now + taus[i], "version": k, "x": x}
+        sequences[i] += 1
+        work[i] = {"finish": now + seconds_of(i, sequences[i]), "version": k, "x": x}
 
     while True:
         i = min(range(n), key=lambda j: (work[j]["finish"], j))

@@ -240,7 +240,7 @@ class LoggerConfig:
 @dataclass
 class SimulationConfig:
     engine: str = key(
-        "auto", "core is the server core itself. compiled is quicker in long runs, of the quadratic only.",
+        "auto", "This key has no effect. Older commands give it, so it is accepted.",
         one_of=("auto", "core", "compiled"))
 
 

@@ -103,7 +103,7 @@ def quadratic(size: str, seeds: int) -> Plan:
         "rennala": {"method.eta": _powers(-6, 1), "method.batch": thresholds},
         "delay_adaptive": {"method.eta": _powers(-8, -1)},
     }
-    common: tuple[str, ...] = ("experiment=paper_quadratic", "simulation.engine=compiled")
+    common: tuple[str, ...] = ("experiment=paper_quadratic",)
     if size == "smoke":
         grids = {
             "ringmaster": {"method.eta": [0.04, 0.2], "method.threshold": [2.0, 8]},
@@ -111,7 +111,7 @@ def quadratic(size: str, seeds: int) -> Plan:
             "rennala": {"method.eta": [0.04, 0.2], "method.batch": [2.0, 8]},
             "delay_adaptive": {"method.eta": [0.0016, 0.008]},
         }
-        common = ("problem.dim=50", "cluster.workers=20", "budget.seconds=200", "simulation.engine=core")
+        common = ("problem.dim=50", "cluster.workers=20", "budget.seconds=200")
     return Plan("quadratic", size, "gap", common, grids, REGIMES, seeds)
 
 
@@ -147,7 +147,6 @@ def auto(size: str, seeds: int) -> Plan:
         "cluster.workers=16",
         "budget.seconds=400",
         "run.samples=100",
-        "simulation.engine=core",
     ]
     if size == "smoke":
         etas, thresholds, common[0] = [0.04], [2.0], "problem.dim=20"

@@ -1,16 +1,17 @@
 """The computations in flight, in the order in which they finish.
 
-Two places hold them. The *heap* holds those whose finishing time is known. The *pool* holds, in arrays, those
-that were started together (at the beginning, after an interruption) with only a lower bound on theirs: most of
-them are interrupted again before they finish and never need more. When the heap's next finish is not before
-every bound in the pool, the pool's lowest bounds move to the heap with their exact times.
+Each worker has at most one computation in flight, in one of two places. The *heap* holds those with a known finishing
+time. The *pool* holds those that were started many at a time, with a lower bound on their finishing time. Most of these
+are interrupted again before they finish, and then their exact time is never needed. When the next finish in the heap is
+not before every bound in the pool, the computations with the lowest bounds move to the heap.
 
-So starting many costs a few vector operations, starting one costs a heap push, and ties go to the smaller
-worker index.
+So it costs a few vector operations to start many computations, and a heap push to start one. Of two computations that
+finish at the same time, the one of the smaller worker index comes first.
 """
 
 from __future__ import annotations
 
+import math
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -18,8 +19,10 @@ import numpy as np
 
 from ringmaster_dist.simulation.speeds import Floats, Ints, Speeds
 
+IDLE = -1  # the version of a worker that has nothing in flight
 _FIRST_DRAW = 16  # how many leave the pool at first; doubles with each further draw
-_FEW = 24  # below this many, starting one by one is quicker than in bulk
+_PARTS_PER_DRAW = 16
+_FEW = 8  # below this many, starting one by one is quicker than in bulk
 _PRUNE_ABOVE = 256
 
 
@@ -32,17 +35,18 @@ class Arrival(NamedTuple):
 
 
 class Arrivals:
-    """Starts computations and hands them back as they finish. Restarting a worker drops what it was doing."""
+    """Starts computations and returns them as they finish. A worker that is started again drops what it was doing."""
 
     def __init__(self, speeds: Speeds) -> None:
         num_workers = speeds.num_workers
-        self.sequence: Ints = np.full(num_workers, -1, dtype=np.int64)  # of the newest computation
-        self.version: Ints = np.zeros(num_workers, dtype=np.int64)  # it is computed at
-        self.start: Floats = np.zeros(num_workers)  # when it began
+        # By worker, of its newest computation:
+        self.sequence: Ints = np.full(num_workers, -1, dtype=np.int64)
+        self.version: Ints = np.full(num_workers, IDLE, dtype=np.int64)
+        self.start: Floats = np.zeros(num_workers)  # virtual seconds
+        self._bound: Floats = np.full(num_workers, np.inf)  # on its finish; infinite outside the pool
         self._speeds = speeds
         self._heap: list[Arrival] = []
-        self._bound: Floats = np.full(num_workers, np.inf)  # of those in the pool
-        self._limit = np.inf  # all of the pool finishes after this
+        self._limit = math.inf  # everything in the pool finishes after this
         self._draw = _FIRST_DRAW
         self._prune_at = _PRUNE_ABOVE
 
@@ -55,19 +59,19 @@ class Arrivals:
         heappush(self._heap, Arrival(self._speeds.finish(worker, sequence, now), worker, sequence))
 
     def begin_many(self, workers: Ints, version: int, now: float) -> None:
-        """The same for distinct workers at once."""
+        """The same for many workers, all different."""
         if len(workers) < _FEW:
             for worker in workers.tolist():
                 self.begin(worker, version, now)
             return
-        sequences = self.sequence[workers]
+        sequences = self.sequence.take(workers)
         sequences += 1
         self.sequence[workers] = sequences
         self.version[workers] = version
         self.start[workers] = now
         bounds = self._speeds.earliest(workers, sequences, now)
         self._bound[workers] = bounds
-        self._limit = min(self._limit, float(np.nextafter(bounds.min(), -np.inf)))
+        self._limit = min(self._limit, math.nextafter(float(bounds.min()), -math.inf))
         self._draw = _FIRST_DRAW
         if len(self._heap) > self._prune_at:
             self._heap = [a for a in self._heap if self.sequence[a.worker] == a.sequence]
@@ -75,14 +79,14 @@ class Arrivals:
             self._prune_at = max(_PRUNE_ABOVE, 2 * len(self._heap))
 
     def pop(self) -> Arrival | None:
-        """The next to finish, or None when nothing in flight ever will."""
+        """The next to finish, or None if nothing in flight ever will."""
         heap = self._heap
         while True:
-            while heap and self.sequence[heap[0][1]] != heap[0][2]:  # restarted since
+            while heap and self.sequence[heap[0][1]] != heap[0][2]:  # started again since
                 heappop(heap)
             if heap and heap[0][0] <= self._limit:
-                return heappop(heap) if heap[0][0] < np.inf else None
-            if self._limit == np.inf:
+                return heappop(heap) if heap[0][0] < math.inf else None
+            if self._limit == math.inf:
                 return None
             self._draw_from_pool()
 
@@ -91,10 +95,19 @@ class Arrivals:
         heappush(self._heap, arrival)
 
     def _draw_from_pool(self) -> None:
-        bound = self._bound
-        rank = min(self._draw, len(bound) - 1)
-        self._limit = float(np.partition(bound, rank)[rank])
-        chosen = np.flatnonzero(bound <= self._limit if self._limit < np.inf else bound < np.inf)
+        """Moves the computations with the lowest bounds to the heap, more than ``_draw`` of them, or all that are left.
+
+        The pool is cut into interleaved parts. The new limit is a low rank among their minima, so each part of a lower
+        rank has a bound up to it. This is many times quicker than a partition of the whole pool.
+        """
+        bound = self._bound  # (num_workers,)
+        num_parts = _PARTS_PER_DRAW * self._draw
+        length = len(bound) // num_parts
+        parts = bound[: length * num_parts].reshape(length, num_parts) if length > 1 else bound[None]
+        minima = parts.min(axis=0)
+        rank = min(self._draw, len(minima) - 1)
+        self._limit = float(np.partition(minima, rank)[rank])
+        chosen = np.flatnonzero(bound <= self._limit if self._limit < math.inf else bound < np.inf)
         self._draw *= 2
         for worker in chosen.tolist():
             sequence = int(self.sequence[worker])

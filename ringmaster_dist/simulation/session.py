@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,6 @@ from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.simulator import Simulator, Stalled
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
 
-_MANY_GRADIENTS = 20_000  # from here on the compiled engine saves more time than its loading takes
 _ARRIVALS_PER_PROGRESS = 1024
 _MOST_INVALID = 2000  # gradients in a row that are not finite
 
@@ -120,30 +118,6 @@ def build_speeds(config: Config) -> Speeds:
     return Speeds(base, jitter=cluster.jitter, seed=config.run.seed, rates=rates)
 
 
-def choose_engine(config: Config, problem: Problem, speeds: Speeds) -> str:
-    """The engine that plays the run: the compiled one if it can play it and the run is long."""
-    engine = config.simulation.engine
-    if engine == "core":
-        return "core"
-    try:
-        from ringmaster_dist.simulation.compiled import supports
-    except ImportError:
-        if engine == "compiled":
-            raise UserError("simulation.engine=compiled needs numba: pip install 'ringmaster-dist[fast]'") from None
-        return "core"
-    if not supports(problem, speeds) or config.method.threshold == "auto":
-        if engine == "compiled":
-            raise UserError(
-                "simulation.engine=compiled plays the quadratic at speeds and thresholds that do not change; "
-                "remove cluster.phases, problem.clip and method.threshold=auto, or use simulation.engine=core"
-            )
-        return "core"
-    seconds = config.budget.seconds or math.inf
-    updates = config.budget.updates or math.inf
-    expected = min(float((seconds / speeds.base).sum()), updates * (config.method.batch or 1))
-    return "compiled" if engine == "compiled" or expected + speeds.num_workers > _MANY_GRADIENTS else "core"
-
-
 def simulate(
     config: Config,
     directory: RunDirectory,
@@ -157,10 +131,9 @@ def simulate(
     problem = build_problem(config)
     core = make_core(config, problem, directory.path)
     speeds = build_speeds(config)
-    engine = choose_engine(config, problem, speeds)
     recorder = Recorder(core, problem, config, directory, progress, logger or Logger())
     stuck = _Stuck(core)
-    simulator = _simulator(engine, config, core, problem, speeds, recorder, lambda: should_stop() or stuck.look())
+    simulator = _simulator(config, core, problem, speeds, recorder, lambda: should_stop() or stuck.look())
     seconds = config.budget.seconds or math.inf
     try:
         simulator.run(updates=config.budget.updates or math.inf, seconds=seconds)
@@ -176,7 +149,7 @@ def simulate(
     iterate = core.snapshot.iterate
     evaluation = evaluate_at_the_end(problem, iterate) if at_the_end else problem.evaluate(iterate)
     recorder.divergence.look(evaluation, recorder.train_loss, core.accepted)
-    summary = _summary(config, evaluation, core, speeds, simulator, engine, ended, time.perf_counter() - began)
+    summary = _summary(config, evaluation, core, speeds, simulator, ended, time.perf_counter() - began)
     summary.diverged, summary.evaluated_on = recorder.divergence.diverged, evaluated_on(problem, at_the_end=at_the_end)
     directory.write_summary(summary)
     return summary
@@ -198,16 +171,11 @@ class _Stuck:
 
 
 def _simulator(
-    engine: str, config: Config, core: ServerCore, problem: Problem, speeds: Speeds, recorder: Recorder,
+    config: Config, core: ServerCore, problem: Problem, speeds: Speeds, recorder: Recorder,
     should_stop: Callable[[], bool],
 ) -> Simulator:  # fmt: skip
     budget, samples = config.budget, config.run.samples
-    kind: Any = Simulator
-    if engine == "compiled":
-        from ringmaster_dist.simulation.compiled import CompiledSimulator
-
-        kind = CompiledSimulator
-    simulator: Simulator = kind(
+    return Simulator(
         core,
         problem,
         speeds,
@@ -219,12 +187,11 @@ def _simulator(
         sample_seconds=(budget.seconds or math.inf) / samples,
         sample_updates=max(1.0, (budget.updates or math.inf) / samples),
     )
-    return simulator
 
 
 def _summary(
-    config: Config, evaluation: dict[str, float], core: ServerCore, speeds: Speeds, simulator: Simulator, engine: str,
-    ended: str, wall_seconds: float,
+    config: Config, evaluation: dict[str, float], core: ServerCore, speeds: Speeds, simulator: Simulator, ended: str,
+    wall_seconds: float,
 ) -> Summary:  # fmt: skip
     busy = np.flatnonzero(simulator.used_seconds + simulator.wasted_seconds)
     workers = {
@@ -249,5 +216,5 @@ def _summary(
         synchronous_updates=math.floor(simulator.now / float(speeds.base.max())),
         num_workers=speeds.num_workers,
         profile=config.cluster.profile,
-        engine=engine,
+        engine="core",
     )

@@ -20,10 +20,8 @@ import torch
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.protocol import Receipt, Snapshot
 from ringmaster_dist.server.core import ServerCore
-from ringmaster_dist.simulation.arrivals import Arrivals
+from ringmaster_dist.simulation.arrivals import IDLE, Arrivals
 from ringmaster_dist.simulation.speeds import Floats, Ints, Speeds
-
-_IDLE = -1  # the version of a worker that has delivered and not begun again: nothing of it can be interrupted
 
 
 class Observer(Protocol):
@@ -42,15 +40,13 @@ class Observer(Protocol):
 
 
 class _Cohort:
-    """The computations at one version: their iterate, how many are in flight, who they are."""
+    """The computations at one version: their iterate, and how many are in flight."""
 
-    __slots__ = ("groups", "in_flight", "singles", "snapshot")
+    __slots__ = ("in_flight", "snapshot")
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         self.in_flight = 0
-        self.singles: list[int] = []
-        self.groups: list[Ints] = []
 
 
 class Stalled(Exception):
@@ -77,7 +73,6 @@ class Simulator:
         self.core = core
         self.problem = problem
         self.now = 0.0
-        self.interrupted: Ints = np.zeros(speeds.num_workers, dtype=np.int64)
         self.wasted_seconds: Floats = np.zeros(speeds.num_workers)  # spent on work that was not accepted
         self.used_seconds: Floats = np.zeros(speeds.num_workers)  # spent on work that was
         self._seed = seed
@@ -88,6 +83,7 @@ class Simulator:
         self._sample_seconds, self._next_sample_seconds = sample_seconds, 0.0
         self._sample_updates, self._next_sample_updates = sample_updates, 0.0
         self._arrivals = Arrivals(speeds)
+        self._delivered: Ints = np.zeros(speeds.num_workers, dtype=np.int64)
         self._waiting: list[int] = []
         self._cohorts: dict[int, _Cohort] = {}
         self._oldest = core.version  # no cohort is older
@@ -99,6 +95,14 @@ class Simulator:
             raise ValueError("the core has members already; a simulation brings its own workers")
         self._cohorts[core.version] = _Cohort(core.snapshot)
         self._begin_many(workers)
+
+    @property
+    def interrupted(self) -> Ints:
+        """By worker, how many of its computations were begun, not delivered, and are not in flight."""
+        arrivals = self._arrivals
+        begun, in_flight = arrivals.sequence + 1, arrivals.version != IDLE
+        interrupted: Ints = begun - self._delivered - in_flight
+        return interrupted
 
     def run(self, *, updates: float = math.inf, seconds: float = math.inf) -> None:
         """Until the core's version or the clock reaches its budget, or somebody asks to stop, whichever comes first."""
@@ -132,7 +136,8 @@ class Simulator:
             self.wasted_seconds[worker] += compute_seconds
         if self._tell_arrivals is not None:
             self._tell_arrivals(now, worker, sequence, gradient_version, receipt, self._loss, compute_seconds)
-        self._arrivals.version[worker] = _IDLE
+        self._arrivals.version[worker] = IDLE
+        self._delivered[worker] += 1
         if cohort is not None:
             cohort.in_flight -= 1
             if cohort.in_flight == 0 and gradient_version != core.version:
@@ -165,28 +170,18 @@ class Simulator:
         while self._oldest < stale_before:
             cohort = self._cohorts.get(self._oldest)
             if cohort is not None:
-                if self._interrupt:
-                    self._restart(self._oldest, cohort)
+                if self._interrupt and cohort.in_flight:
+                    self._restart(self._oldest)
                 self._forget(self._oldest)
             self._oldest += 1
         if core.version >= self._next_sample_updates:
             self._sample(self.now)
 
-    def _restart(self, version: int, cohort: _Cohort) -> None:
-        """Interrupts what is still in flight at a version and starts it again at the newest."""
-        if cohort.in_flight == 0:
-            return
+    def _restart(self, version: int) -> None:
+        """Interrupts the computations at a version and starts their workers again at the newest."""
         arrivals = self._arrivals
-        if cohort.singles:
-            cohort.groups.append(np.unique(np.array(cohort.singles, dtype=np.int64)))
-        still: list[Ints] = []
-        for group in cohort.groups:
-            members = group[arrivals.version[group] == version]
-            arrivals.version[members] = self.core.version  # so that who is in two groups is taken once
-            still.append(members)
-        members = still[0] if len(still) == 1 else np.concatenate(still)
-        self.interrupted[members] += 1
-        self.wasted_seconds[members] += self.now - arrivals.start[members]
+        members = np.flatnonzero(arrivals.version == version)
+        self.wasted_seconds[members] += self.now - arrivals.start.take(members)
         self._begin_many(members)
 
     def _forget(self, version: int) -> None:
@@ -197,16 +192,12 @@ class Simulator:
         version = self.core.version
         cohort = self._cohorts[version]
         cohort.in_flight += 1
-        if self._interrupt:
-            cohort.singles.append(worker)
         self._arrivals.begin(worker, version, self.now)
 
     def _begin_many(self, workers: Ints) -> None:
         version = self.core.version
         cohort = self._cohorts[version]
         cohort.in_flight += len(workers)
-        if self._interrupt:
-            cohort.groups.append(workers)
         self._arrivals.begin_many(workers, version, self.now)
 
     def _sample_up_to(self, time: float) -> None:

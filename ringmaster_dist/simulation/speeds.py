@@ -21,8 +21,7 @@ from ringmaster_dist.profiles import jittered_seconds
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# The tangent, a hair lower: rounding can then never lift a bound above the time it bounds.
-_SLOPE = randomness.HALF_NORMAL_SLOPE * (1.0 - 1e-9)
+_BELOW = 1.0 - 1e-12  # lowers a bound by more than the rounding errors, so that it never exceeds the time it bounds
 
 
 class Phase(NamedTuple):
@@ -110,11 +109,12 @@ class Speeds:
         return float(self.rates.finish(start, np.array([work]), np.array([worker]))[0])
 
     def earliest(self, workers: Ints, sequences: Ints, start: float) -> Floats:
-        """A lower bound on `finish` for each worker; exact where there is no jitter."""
-        work: Floats = self.base[workers]
+        """A lower bound on `finish` for each worker; exact if there is no jitter."""
+        work: Floats = self.base.take(workers)
         if self.jitter:
-            luck = 1.0 - randomness.units_of_many(self.keys[workers], sequences)
-            luck *= self.jitter * _SLOPE
-            luck += 1.0
-            work = np.multiply(work, luck, out=luck)
+            slope = self.jitter * randomness.HALF_NORMAL_SLOPE
+            factor = randomness.bits_of_many(self.keys.take(workers), sequences).astype(np.float64)  # 2^64 u
+            factor *= -slope * 2.0**-64
+            factor += (1.0 + slope) * _BELOW  # 1 + slope (1 - u)
+            work = np.multiply(work, factor, out=factor)
         return work + start if self.rates is None else self.rates.finish(start, work, workers)

@@ -177,7 +177,7 @@ def test_multirun_writes_one_directory_each(tmp_path):
 
 def test_an_interrupted_simulation_says_how_far_it_got(tmp_path):
     command = [sys.executable, "-m", "ringmaster_dist", "simulate", f"run.dir={tmp_path}/run", "budget.seconds=1e9",
-               "simulation.engine=core", "run.samples=1000000"]  # fmt: skip
+               "run.samples=1000000"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     trace = tmp_path / "run/trace.jsonl"
@@ -202,13 +202,17 @@ def test_a_million_workers_fit_in_four_gigabytes(tmp_path):
         "code = main(sys.argv[1:]);"
         "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(code)"
     )
-    for engine in ("core", "compiled"):
-        arguments = ["simulate", "cluster.workers=1000000", "budget.seconds=20", "problem.dim=100",
-                     f"simulation.engine={engine}", f"run.dir={tmp_path}/{engine}"]  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        assert int(done.stdout.split()[-1]) < 4096
-        assert json.loads((tmp_path / engine / "summary.json").read_text())["updates"] > 30
+    arguments = [
+        "simulate",
+        "cluster.workers=1000000",
+        "budget.seconds=20",
+        "problem.dim=100",
+        f"run.dir={tmp_path}/run",
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 4096
+    assert json.loads((tmp_path / "run/summary.json").read_text())["updates"] > 30
 
 
 def test_the_wheel_carries_the_configs(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringmaster_dist import randomness
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Norm
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, agnostic
@@ -16,9 +17,9 @@ from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.config.compose import load
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.problems.quadratic import Quadratic
-from ringmaster_dist.profiles import base_seconds
+from ringmaster_dist.profiles import base_seconds, jittered_seconds
 from ringmaster_dist.server.core import ServerCore
-from ringmaster_dist.simulation.compiled import CompiledSimulator
+from ringmaster_dist.simulation.arrivals import Arrivals
 from ringmaster_dist.simulation.session import simulate
 from ringmaster_dist.simulation.simulator import Simulator, Stalled
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
@@ -55,22 +56,24 @@ def make_core(method, problem, geometry="muon", radius=1.0, weight_decay=0.0):
     return ServerCore(problem.initial(0), method, Update(layout, dtype=problem.dtype))
 
 
-@pytest.mark.parametrize("engine", ["core", "compiled"])
+@pytest.mark.parametrize(("workers", "jitter"), [(6, 0.0), (30, 0.2)])
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("profile", ["linear", "sublinear", "similar"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_simulator_equals_the_transcription(method, profile, interrupt, engine, tmp_path):
+def test_the_simulator_equals_the_transcription(method, profile, interrupt, workers, jitter, tmp_path):
     """Every event and the final iterate are those of the specification."""
     overrides = [
-        "problem=quadratic", "problem.dim=60", "problem.noise=0", "cluster.workers=6", f"cluster.profile={profile}",
-        "cluster.jitter=0", f"method={method}", "method.eta=0.2", *METHODS[method], "budget.seconds=60",
-        f"method.interrupt={interrupt}", f"simulation.engine={engine}",
+        "problem=quadratic", "problem.dim=60", "problem.noise=0", f"cluster.workers={workers}",
+        f"cluster.profile={profile}", f"cluster.jitter={jitter}", f"method={method}", "method.eta=0.2",
+        *METHODS[method], "budget.seconds=60", f"method.interrupt={interrupt}",
     ]  # fmt: skip
     summary = simulate(load(overrides), RunDirectory(str(tmp_path / "run"), name="x"))
-    taus = [float(t) for t in base_seconds(profile, 6, 1.0)]
+    base = [float(t) for t in base_seconds(profile, workers, 1.0)]
+    keys = [randomness.worker_key(0, randomness.STREAM_JITTER, worker) for worker in range(workers)]
     events, iterate, interrupted = play(
-        method, taus, eta=0.2, dim=60, seconds=60, threshold=4, batch=4, interrupt=interrupt
-    )
+        method, workers, lambda i, sequence: jittered_seconds(base[i], jitter, keys[i], sequence),
+        eta=0.2, dim=60, seconds=60, threshold=4, batch=4, interrupt=interrupt,
+    )  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()]
     ours = [(r["time"], r["worker"], r["gradient_version"], r["version"], r["verdict"]) for r in records]
     assert ours == events
@@ -101,37 +104,6 @@ MAKERS = {
     "synchronous": lambda: Synchronous(CONSTANT),
     "asynchronous": lambda: Method(CONSTANT),
 }
-
-
-@pytest.mark.parametrize("method", MAKERS)
-@pytest.mark.parametrize("workers", [1, 7, 80])
-@pytest.mark.parametrize("interrupt", [True, False])
-@pytest.mark.parametrize(("profile", "jitter"), [("similar", 0.0), ("similar", 0.05), ("linear", 0.3), ("gpus", 0.05)])
-@pytest.mark.parametrize("geometry", ["muon", "sign"])
-def test_compiled_lane_is_the_core(method, workers, interrupt, profile, jitter, geometry):
-    """The same arrivals and verdicts to the bit, the same iterates to rounding."""
-    results = []
-    for kind in (Simulator, CompiledSimulator):
-        problem = Quadratic(30, 0.01)
-        core, events = make_core(MAKERS[method](), problem, geometry, radius=0.7, weight_decay=0.1), Events()
-        speeds = Speeds(base_seconds(profile, workers, 1.0), jitter=jitter, seed=3)
-        simulator = kind(core, problem, speeds, seed=3, interrupt=interrupt, observer=events, sample_seconds=2.5)
-        simulator.run(seconds=20)
-        results.append((core, simulator, events))
-    (core, one, events), (lane_core, two, lane_events) = results
-    assert [a[:5] for a in events.arrivals] == [a[:5] for a in lane_events.arrivals]
-    losses = [(a[5], b[5]) for a, b in zip(events.arrivals, lane_events.arrivals, strict=True)]
-    assert all(a == b or a == pytest.approx(b, rel=1e-9) for a, b in losses)
-    assert events.samples == lane_events.samples
-    assert len(events.samples) == 8
-    assert (core.version, core.accepted, core.stale) == (lane_core.version, lane_core.accepted, lane_core.stale)
-    torch.testing.assert_close(core.snapshot.iterate, lane_core.snapshot.iterate, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(core.momentum, lane_core.momentum, rtol=1e-9, atol=1e-9)
-    assert (one.interrupted == two.interrupted).all()
-    np.testing.assert_allclose(one.wasted_seconds, two.wasted_seconds)
-    np.testing.assert_allclose(one.used_seconds, two.used_seconds)
-    assert [r.accepted for r in core.workers.values()] == [r.accepted for r in lane_core.workers.values()]
-    assert one.now == two.now == 20
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "rennala"])
@@ -252,6 +224,28 @@ def test_a_cluster_that_stops_for_good_is_reported():
     with pytest.raises(Stalled):
         simulator.run(updates=1000)
     assert simulator.core.version == 3
+
+
+@pytest.mark.parametrize("num_workers", [40, 700, 3001])
+@pytest.mark.parametrize(("profile", "jitter"), [("similar", 0.0), ("similar", 0.05), ("linear", 0.3)])
+def test_arrivals_come_in_the_order_of_their_finish(num_workers, profile, jitter):
+    """Workers are started one by one and many at a time; each arrival is the earliest of the exact finishing times."""
+    speeds = Speeds(base_seconds(profile, num_workers, 1.0), jitter=jitter, seed=1)
+    arrivals, random = Arrivals(speeds), np.random.default_rng(2)
+    finish = np.empty(num_workers)
+
+    def begin(workers, now):
+        arrivals.begin_many(workers, 0, now)
+        finish[workers] = [speeds.finish(int(w), int(arrivals.sequence[w]), now) for w in workers]
+
+    begin(np.arange(num_workers), 0.0)
+    for _ in range(200):
+        time, worker, sequence = arrivals.pop()
+        assert (time, worker) == (finish.min(), int(finish.argmin()))
+        assert sequence == arrivals.sequence[worker]
+        begin(np.array([worker]), time)
+        if random.random() < 0.2:
+            begin(random.permutation(num_workers)[: random.integers(1, num_workers)], time)
 
 
 @settings(max_examples=50)
