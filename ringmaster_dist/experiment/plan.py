@@ -185,7 +185,7 @@ def radii(size: str, seeds: int) -> Plan:
 
 
 def steps(size: str, seeds: int) -> Plan:
-    """The step size by method and geometry, on a language model: what config/steps.py suggests.
+    """The step size by method and geometry, on a language model: what suggested_eta in config/schema.py says.
 
     The methods that average (rennala, synchronous) are left out: they take the step of ringmaster.
     """
