@@ -186,7 +186,7 @@ def radii(size: str, seeds: int) -> Plan:
 
 
 def steps(size: str, seeds: int) -> Plan:
-    """The step size by method and geometry on a language model, which config/steps.py suggests.
+    """The step size by method and geometry on a language model, which config/schema.py: suggested_eta gives.
 
     The methods that average (rennala, synchronous) are not run, because they take the step of ringmaster.
     """
