@@ -61,7 +61,7 @@ class Watcher:
         self._recording: Recording | None = None
         self._stamp: tuple[Any, ...] = ()
         self._data: dict[str, Any] = {}
-        self._server = _Server((host, port), self._content)
+        self._server = _Server((host, port), lambda: self._current())
         self.url = f"http://{host}:{self._server.server_address[1]}/"
         self._thread = threading.Thread(target=self._server.serve_forever, name="watch", daemon=True)
         self._thread.start()
@@ -71,7 +71,7 @@ class Watcher:
         self._server.server_close()
         self._thread.join()
 
-    def _content(self) -> dict[str, Any]:
+    def _current(self) -> dict[str, Any]:
         """What the page shows now. Raises RunDirectoryError while there is nothing to show."""
         with self._lock:
             if self._recording is None:
