@@ -1,8 +1,8 @@
-"""How long a gradient takes on which worker: the delay profiles of the paper.
+"""The delay profiles of the paper, which say how long a gradient takes on each worker.
 
-A profile gives each worker index its deterministic base time; jitter adds a half-normal perturbation whose
-standard deviation is a fraction of that base time. The simulator and the pacing of real workers use the same
-numbers, so a paced run and its simulation agree draw by draw.
+A profile gives each worker index a deterministic base time. Jitter adds a half-normal perturbation whose standard
+deviation is a fraction of that base time. The simulator and the pacing of real workers use the same numbers, so a paced
+run and its simulation agree draw by draw.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ringmaster_dist import randomness
 
-# Seconds per NanoChat gradient, mean over 100 steps after 3 warm-ups (the paper's table of GPUs).
+# Seconds per NanoChat gradient, the mean of 100 steps after 3 warm-up steps (the paper's table of GPUs).
 GPU_GRADIENT_SECONDS: dict[str, float] = {
     "H100": 14.18e-3,
     "A100": 22.74e-3,
@@ -27,7 +27,7 @@ GPU_GRADIENT_SECONDS: dict[str, float] = {
 
 
 def _gpus(index: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The GPU table dealt round and round, in units of the A100's time."""
+    """The GPU table, repeated over the workers, in units of the A100's time."""
     table = np.array(list(GPU_GRADIENT_SECONDS.values())) / GPU_GRADIENT_SECONDS["A100"]
     dealt: NDArray[np.float64] = table[index.astype(np.int64) % len(table)]
     return dealt

@@ -1,9 +1,9 @@
 """Random numbers as pure functions of (seed, stream, worker, sequence).
 
-Whatever a worker draws for its ``sequence``-th gradient (its batch, its noise, its jitter) is a hash of these
-four numbers. So no generator has to be saved or shipped, any machine can recompute any draw, and the order in
-which draws are asked for never matters. The hash is SplitMix64; `bits` and `bits_of_many` are the same
-function for one worker and for an array of workers.
+Everything that a worker draws for its ``sequence``-th gradient (its batch, its noise, its jitter) is a hash of these
+four numbers. So no generator has to be saved or sent, any machine can recompute any draw, and the order of the draws
+never matters. The hash is SplitMix64. `bits` and `bits_of_many` are the same function for one worker and for an array
+of workers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _inverse_normal_cdf = NormalDist().inv_cdf
 STREAM_NOISE = 1
 STREAM_JITTER = 2
 STREAM_BATCH = 3
-STREAM_MODEL = 4  # what a model draws by itself, such as dropout
+STREAM_MODEL = 4  # draws that a model makes itself, such as dropout
 
-# |z| of a half-normal is at least this slope times (1 - u): its quantile is convex, this is the tangent at 0.
+# |z| of a half-normal is at least this slope times (1 - u). Its quantile is convex, and this is the tangent at 0.
 HALF_NORMAL_SLOPE = math.sqrt(math.pi / 2)
 
 
@@ -60,7 +60,7 @@ def normal(key: int, sequence: int) -> float:
 
 
 def half_normal(key: int, sequence: int) -> float:
-    """The absolute value of a standard normal draw; falls as the underlying uniform rises."""
+    """The absolute value of a standard normal draw. It falls as the underlying uniform rises."""
     return -_inverse_normal_cdf(0.5 * unit(bits(key, sequence)))
 
 

@@ -1,11 +1,11 @@
 """Drives a server core with a virtual clock.
 
-Workers compute, arrive, get their verdict and go on at once: communication takes no time, as in the paper. An
-arrival at the instant the budget ends still counts. With interruption, a computation that has become stale is
+A worker computes, arrives, gets its verdict and continues at once. Communication takes no time, as in the paper. An
+arrival at the instant at which the budget ends still counts. With interruption, a computation that has become stale is
 restarted at the newest iterate in the same instant, even if it was about to arrive.
 
-Gradients are *lazy*: computed when the core accepts the arrival, at the stored iterate of its version. An
-iterate is forgotten as soon as no computation that could still be accepted is using it.
+Gradients are *lazy*. A gradient is computed when the core accepts its arrival, at the stored iterate of its version. An
+iterate is forgotten as soon as no computation that could still be accepted uses it. One thread runs all of this.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ringmaster_dist.simulation.speeds import Floats, Ints, Speeds
 
 
 class Observer(Protocol):
-    """Told of everything that happens."""
+    """What the simulator reports to."""
 
     def arrival(
         self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
         loss: float | None, compute_seconds: float,
     ) -> None:  # fmt: skip
-        """A gradient arrived. The loss is None where the gradient was not needed, so not computed."""
+        """A gradient has arrived. The loss is None if the gradient was not needed and therefore not computed."""
         ...
 
     def sample(self, time: float) -> None:
@@ -40,7 +40,7 @@ class Observer(Protocol):
 
 
 class _Cohort:
-    """The computations at one version: their iterate, and how many are in flight."""
+    """The computations at one version. Owns their iterate and counts how many are in flight."""
 
     __slots__ = ("in_flight", "snapshot")
 
@@ -54,7 +54,7 @@ class Stalled(Exception):
 
 
 class Simulator:
-    """One simulated run. `run` may be called again with a larger budget to go on."""
+    """One simulated run. Call `run` again with a larger budget to continue it."""
 
     def __init__(
         self,
@@ -73,22 +73,23 @@ class Simulator:
         self.core = core
         self.problem = problem
         self.now = 0.0
-        self.wasted_seconds: Floats = np.zeros(speeds.num_workers)  # spent on work that was not accepted
-        self.used_seconds: Floats = np.zeros(speeds.num_workers)  # spent on work that was
+        self.wasted_seconds: Floats = np.zeros(speeds.num_workers)  # by worker, on work that was not accepted
+        self.used_seconds: Floats = np.zeros(speeds.num_workers)  # and on work that was
         self._seed = seed
         self._interrupt = interrupt
         self._should_stop = should_stop
         self._observer = observer
-        self._tell_arrivals = observer.arrival if observer is not None and record_arrivals else None
+        self._report_arrival = observer.arrival if observer is not None and record_arrivals else None
         self._sample_seconds, self._next_sample_seconds = sample_seconds, 0.0
         self._sample_updates, self._next_sample_updates = sample_updates, 0.0
         self._arrivals = Arrivals(speeds)
         self._delivered: Ints = np.zeros(speeds.num_workers, dtype=np.int64)
-        self._waiting: list[int] = []
+        self._waiting: list[int] = []  # workers that continue only from the next version
         self._cohorts: dict[int, _Cohort] = {}
         self._oldest = core.version  # no cohort is older
-        self._wanted: tuple[torch.Tensor, int, int] | None = None
-        self._loss: float | None = None
+        # Of the arrival that the core is judging:
+        self._wanted: tuple[torch.Tensor, int, int] | None = None  # iterate, worker and sequence
+        self._loss: float | None = None  # None until the gradient is computed
 
         workers = np.array([core.join() for _ in range(speeds.num_workers)], dtype=np.int64)
         if workers[0] != 0 or workers[-1] != len(workers) - 1:
@@ -98,21 +99,21 @@ class Simulator:
 
     @property
     def interrupted(self) -> Ints:
-        """By worker, how many of its computations were begun, not delivered, and are not in flight."""
+        """By worker, how many computations were begun and neither delivered nor left in flight."""
         arrivals = self._arrivals
         begun, in_flight = arrivals.sequence + 1, arrivals.version != IDLE
         interrupted: Ints = begun - self._delivered - in_flight
         return interrupted
 
     def run(self, *, updates: float = math.inf, seconds: float = math.inf) -> None:
-        """Until the core's version or the clock reaches its budget, or somebody asks to stop, whichever comes first."""
+        """Runs until the version or the clock reaches its budget, or until ``should_stop`` says so."""
         core, arrivals = self.core, self._arrivals
         while core.version < updates and not self._should_stop():
             arrival = arrivals.pop()
             if arrival is None or arrival.time > seconds:
                 if seconds == math.inf:
                     raise Stalled(f"at {self.now:g} s no worker will ever finish a gradient")
-                if arrival is not None:  # not yet: leave it in flight
+                if arrival is not None:  # it stays in flight
                     arrivals.put_back(arrival)
                 self._sample_up_to(seconds)
                 self.now = seconds
@@ -134,8 +135,8 @@ class Simulator:
             self.used_seconds[worker] += compute_seconds
         else:
             self.wasted_seconds[worker] += compute_seconds
-        if self._tell_arrivals is not None:
-            self._tell_arrivals(now, worker, sequence, gradient_version, receipt, self._loss, compute_seconds)
+        if self._report_arrival is not None:
+            self._report_arrival(now, worker, sequence, gradient_version, receipt, self._loss, compute_seconds)
         self._arrivals.version[worker] = IDLE
         self._delivered[worker] += 1
         if cohort is not None:
@@ -150,8 +151,8 @@ class Simulator:
             self._begin(worker)
 
     def _gradient(self) -> torch.Tensor:
-        """The gradient that has just arrived: called by the core, only if it accepts."""
-        assert self._wanted is not None, "a gradient was accepted whose iterate was forgotten"
+        """Computes the gradient that has just arrived. The core calls this only if it accepts the delay."""
+        assert self._wanted is not None, "the iterate of an accepted gradient was forgotten"
         iterate, worker, sequence = self._wanted
         gradient, self._loss = self.problem.gradient(iterate, self._seed, worker, sequence)
         return gradient.detach() if gradient.requires_grad else gradient
@@ -185,7 +186,7 @@ class Simulator:
         self._begin_many(members)
 
     def _forget(self, version: int) -> None:
-        """Nobody needs this version's iterate any more: the core may write over it."""
+        """Gives the iterate of a version back to the core, which may write over it."""
         self.core.recycle(self._cohorts.pop(version).snapshot)
 
     def _begin(self, worker: int) -> None:
@@ -201,7 +202,7 @@ class Simulator:
         self._arrivals.begin_many(workers, version, self.now)
 
     def _sample_up_to(self, time: float) -> None:
-        """Takes the samples due before ``time``: until then nothing changes."""
+        """Takes the samples that are due before ``time``. Nothing changes until then."""
         while self._next_sample_seconds < time:
             self._sample(self._next_sample_seconds)
 

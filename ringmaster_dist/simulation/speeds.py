@@ -1,10 +1,10 @@
 """When a simulated gradient is finished.
 
-A gradient of worker i is ``base_i * (1 + jitter * |z|)`` seconds of work, with z drawn for its (worker,
-sequence). Work is done at rate 1, or at a rate that changes with time and may be zero for a while.
+A gradient of worker i is ``base_i * (1 + jitter * |z|)`` seconds of work. The normal number z is drawn for its worker
+and sequence. Work is done at rate 1, or at a rate that changes with time and may be zero for a while.
 
-`earliest` bounds `finish` from below for many workers at a fraction of its cost; the arrival queue asks for the
-exact time only of those that can be next.
+`earliest` bounds `finish` from below for many workers at a fraction of its cost. The arrival queue asks for the exact
+time only of those that can be next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BELOW = 1.0 - 1e-12  # lowers a bound by more than the rounding errors, so that
 
 
 class Phase(NamedTuple):
-    """From ``start_seconds`` on, ``workers`` (None: all) compute at ``rate`` times their usual speed."""
+    """From ``start_seconds`` on, ``workers`` (all if None) compute at ``rate`` times their usual speed."""
 
     start_seconds: float
     rate: float
@@ -33,7 +33,7 @@ class Phase(NamedTuple):
 
 
 class Rates:
-    """Piecewise-constant rates: ``factors[s, i]`` is worker i's rate from ``times[s]`` to ``times[s + 1]``."""
+    """Piecewise-constant rates. ``factors[s, i]`` is the rate of worker i from ``times[s]`` to ``times[s + 1]``."""
 
     def __init__(self, times: Floats, factors: Floats) -> None:
         if times[0] != 0.0 or (np.diff(times) <= 0).any():
@@ -46,7 +46,7 @@ class Rates:
     @classmethod
     def from_phases(cls, phases: Sequence[Phase], num_workers: int) -> Rates:
         times = np.array(sorted({0.0, *(phase.start_seconds for phase in phases)}))
-        factors = np.ones((len(times), num_workers))
+        factors = np.ones((len(times), num_workers))  # (segments, workers)
         for phase in sorted(phases, key=lambda p: p.start_seconds):  # a later phase overrides an earlier one
             workers = slice(None) if phase.workers is None else list(phase.workers)
             factors[np.searchsorted(times, phase.start_seconds) :, workers] = phase.rate
@@ -56,13 +56,13 @@ class Rates:
     def from_callable(
         cls, rate: Callable[[int, float], float], num_workers: int, horizon_seconds: float, step_seconds: float
     ) -> Rates:
-        """``rate(worker, time)`` held constant over steps, at its value in each step's middle, to the horizon."""
+        """Samples ``rate(worker, time)`` in the middle of each step, up to the horizon."""
         times = np.arange(0.0, horizon_seconds, step_seconds)
         table = [[rate(worker, time + step_seconds / 2) for worker in range(num_workers)] for time in times]
         return cls(times, np.array(table, dtype=np.float64))
 
     def finish(self, start: float, work: Floats, workers: Ints) -> Floats:
-        """When this much work, begun at ``start``, is done; infinity if it never is."""
+        """When this much work of each worker, begun at ``start``, is done; infinity if it never is."""
         finish = np.full(len(work), np.inf)
         pending = np.arange(len(work))
         remaining = work
@@ -83,7 +83,7 @@ class Rates:
 
 
 class Speeds:
-    """The virtual cluster: base times, jitter, and optionally rates that change."""
+    """The virtual cluster. It has base times, jitter, and optionally rates that change."""
 
     def __init__(
         self,
