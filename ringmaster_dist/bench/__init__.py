@@ -24,11 +24,11 @@ BENCHES = {
     "update": "one server update of the paper's model, versus torch.optim.Muon",
     "gradient": "a gradient of the paper's model, versus a plain loop over the same module",
     "exchange": "a push and the snapshot that comes back, versus the same bytes over TCP, gloo, and Ray if installed",
-    "scale": "how large a cluster one server carries, from measured updates, simulated workers and assumed links",
-    "server": "updates per second while many workers push, versus one over the time of an update",
+    "scale": "how large a cluster one server supports, from measured updates, simulated workers and assumed links",
+    "server": "updates per second while many workers push, versus the rate that the time of one update allows",
     "time-to-loss": "seconds to a validation loss on paced workers, for every method and DistributedDataParallel",
-    "memory": "the most memory of a server and of a worker, versus what they cannot do without",
-    "efficiency": "gradients delivered by paced workers, versus the sum of their rates; interruption",
+    "memory": "the most memory of a server and of a worker, versus the minimum that they need",
+    "efficiency": "gradients delivered by paced workers versus their rates, and how fast stale work is interrupted",
     "overhead": "the share of the server's time that goes into measuring a run",
 }
 # The module and function of a bench, where that is not `run` of a module of its name.

@@ -40,7 +40,7 @@ def run_chaos(arguments: Namespace, overrides: list[str]) -> int:
     """ringmaster chaos [seconds=S] [faults=N] [restarts=N] [seed=N] [dir=DIR] [key=value ...] [--json]
 
     Trains undisturbed for a while, then for the given time under a random schedule of faults. Workers are killed,
-    stopped for some seconds, cut off from the server and made to send NaN. The server is killed. Then it accounts for
+    stopped for some seconds, cut off from the server and made to send NaN. The server is killed. Then it reports
     the faults that happened, the goodput (accepted updates per second versus the undisturbed run), the updates lost
     beyond the newest checkpoint (must be 0), and whether the trace replays to the same bits. It writes chaos.json and
     both runs to dir. Other keys are those of ringmaster train, such as cluster.workers=16 method=rennala.

@@ -43,17 +43,17 @@ def run_experiment(arguments: Namespace, overrides: list[str]) -> int:
     the missing runs.
 
       quadratic  size=full    6174 workers, 1729 coordinates, 2000 s, the paper's grids; needs the extra fast
-                 size=smoke   the same in small, a minute
+                 size=smoke   a small version, a minute
       nanochat   size=cpu     the tiny model on Python's standard library, with the paper's methods and grids
                  size=full    the paper's model and grids, for a machine with a GPU; workers=8 or 32
                  size=smoke   a minute, with 3 workers
       auto       size=full    method.threshold=auto versus the best fixed threshold, also where speeds change in mid-run
-                 size=smoke   the same in small
+                 size=smoke   a small version
       radii      size=full    a radius for every role versus one eta, and versus torch.optim.Muon with AdamW, on the
                               tiny model, with one worker and with eight unequal ones; half an hour on two cores
-                 size=smoke   the same in small
+                 size=smoke   a small version
       steps      size=full    the step size by method and geometry on the tiny model: what method.eta=null means
-                 size=smoke   the same in small
+                 size=smoke   a small version
     """
     from rich.console import Console
 

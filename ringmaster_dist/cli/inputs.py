@@ -20,7 +20,7 @@ _WARM_UPS = 3
 
 
 def data_options(parser: Parser) -> None:
-    parser.add_argument("action", metavar="ACTION", choices=["prepare"], help="only prepare is there")
+    parser.add_argument("action", metavar="ACTION", choices=["prepare"], help="the only action is prepare")
 
 
 def run_data(arguments: Namespace, overrides: list[str]) -> int:
@@ -28,7 +28,7 @@ def run_data(arguments: Namespace, overrides: list[str]) -> int:
 
     Tokenizes a corpus and packs it into rows once. Training maps the rows into memory. A corpus that was prepared
     before is used again if nothing changed. It is safe to interrupt, because a half-written cache is never used.
-    Training does this by itself when it has to.
+    Training does this automatically if needed.
 
     Examples
       ringmaster data prepare
@@ -55,8 +55,8 @@ def profile_options(parser: Parser) -> None:
 def run_profile(arguments: Namespace, overrides: list[str]) -> int:
     """ringmaster profile [output=FILE] [steps=N] [key=value ...]
 
-    Measures the time of one gradient on each device of this machine, after 3 warm-ups. Each step is waited for. The
-    result is a JSON file, from which simulations and paced runs take their times.
+    Measures the time of one gradient on each device of this machine, after 3 warm-ups. Each step is
+    timed until the device has finished. The result is a JSON file, from which simulations and paced runs take their times.
 
     Examples
       ringmaster profile problem=nanochat model=nanochat_d6 output=mine.json

@@ -29,7 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("train", "train", "train in real time with a server and workers over torch RPC", True, "train"),
-    Command("worker", "worker", "add workers of this machine to a run that is served elsewhere"),
+    Command("worker", "worker", "add workers of this machine to a run whose server is on another machine"),
     Command("report", "runs", "draw figures and a page of what runs did"),
     Command("watch", "runs", "show a run in the browser while it continues"),
     Command("dashboard", "runs", "make the wandb workspace for a run's project"),
@@ -43,9 +43,9 @@ COMMANDS = (
     Command("theory", "cluster", "compute the paper's time bounds for a cluster", True),
     Command("advise", "cluster", "simulate methods and thresholds on a cluster and recommend one", True),
     Command("experiment", "experiment", "reproduce an experiment of the paper", explains_itself=True),
-    Command("doctor", "doctor", "look for what commonly breaks a cluster, on this machine or towards a server"),
+    Command("doctor", "doctor", "check this machine, or a server, for common faults of a cluster"),
     Command("bench", "bench", "measure this system versus its alternatives"),
-    Command("chaos", "chaos", "train under kills, stops, disconnects, NaNs and restarts, and account for it", True),
+    Command("chaos", "chaos", "train under kills, stops, disconnects, NaNs and restarts, and report the cost", True),
 )
 
 

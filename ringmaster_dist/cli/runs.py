@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def report_options(parser: Parser) -> None:
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="the run.dir of a train or simulate")
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="the run directory of ringmaster train or simulate"
+    )
     parser.option("--out DIR", "where to write (default: RUN_DIR/report for one run, ./report for several)")
 
 
@@ -42,7 +44,9 @@ def run_report(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def watch_options(parser: Parser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run.dir of a train or simulate")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="the run directory of ringmaster train or simulate"
+    )
     parser.setting("port=N", "the port to listen on; 0 takes a free one", whole(0, 65535), 0)
     parser.setting("host=ADDRESS", "the address to listen on; only this machine can reach 127.0.0.1", str, "127.0.0.1")
 
@@ -137,7 +141,7 @@ def _wandb_entity(given: str | None) -> tuple[str, str]:
 
 
 def replay_options(parser: Parser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run.dir of a finished train")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run.dir of a finished ringmaster train")
 
 
 def run_replay(arguments: Namespace, overrides: list[str]) -> int:

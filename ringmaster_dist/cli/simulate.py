@@ -16,12 +16,12 @@ def simulate_options(parser: Parser) -> None:
 def run_simulate(arguments: Namespace, overrides: list[str]) -> int:
     """ringmaster simulate [key=value ...]
 
-    Plays a run in virtual time. The server core is the real one, the workers are simulated, and the gradients are
+    Simulates a run in virtual time. The server core is the real one, the workers are simulated, and the gradients are
     really computed. It writes config.yaml, trace.jsonl, metrics.jsonl and summary.json to run.dir and prints a summary.
 
       init=RUN_DIR|FILE  begin from the weights of a run, of a checkpoint or of a safetensors file
 
-    Exit code 0: the budget is used up. 1: the loss has diverged. 130: stopped, and what there is was written.
+    Exit code 0: the budget is used up. 1: the loss has diverged. 130: stopped; the results so far were written.
     2: a mistake.
 
     Examples

@@ -20,7 +20,7 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
     """ringmaster train [key=value ...]
 
     Trains in real time over torch RPC. It starts a server and cluster.workers workers on this machine, each as a
-    process of its own, restarts each of them that dies (the server resumes from its last checkpoint), and ends when the
+    process of its own, restarts any of them that dies (the server resumes from its last checkpoint), and ends when the
     budget is used up. Slower machines are emulated by pacing (cluster.profile, cluster.unit_seconds). It writes the run
     directory, which ringmaster replay RUN_DIR then verifies.
 
@@ -35,7 +35,7 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
                          safetensors file that has every trained parameter by name, such as an exported one. They are
                          copied into the run directory.
       cluster.local_workers=0 cluster.workers=N cluster.profile=none server.host=ADDRESS server.port=PORT
-                         only serve. The workers come from elsewhere, as fast as they are. See docs/cluster.md.
+                         only serve. The workers run on other machines, at their own speed. See docs/cluster.md.
       watch=true         serve a page on this machine that shows the run while it continues
       run.report=false   leave out the figures and the page that are drawn at the end
 

@@ -40,7 +40,7 @@ def worker_options(parser: Parser) -> None:
     parser.setting("token_file=FILE", TOKEN_HELP, str, "")
     parser.setting("target=NAME", "the problem.target that it may import, if the run has one (problem=python)", str, "")
     parser.setting("tls=BOOL", "false means no encryption, for a server with server.tls=false", _true_or_false, "true")
-    parser.setting("slot=N", "whose place in the delay profile sets its pace; -1 means its own id", whole(), -1)
+    parser.setting("slot=N", "the place in the delay profile that sets its pace; -1 means its own id", whole(), -1)
     parser.setting("connect_seconds=S", "how long it waits for a connection", seconds, ServerConfig.connect_seconds)
     parser.setting(
         "call_seconds=S",
@@ -60,12 +60,12 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
     """ringmaster worker server=HOST:PORT [workers=N] [restarts=N] [key=value ...]
 
     Adds workers of this machine to the run that is served at HOST:PORT. A worker waits for a server that is not there
-    yet, and for one that is away. The configuration comes from the server. Without workers= there is one worker, in
-    this process. With workers=N there are N processes, one per GPU if N is the number of GPUs, and a process that dies
-    is restarted alone.
+    yet or is away. The configuration comes from the server. Without workers= there is one worker, in this process.
+    With workers=N there are N processes, one per GPU if N is the number of GPUs. A process that dies is restarted
+    alone.
 
     python -m ringmaster_dist.worker is the same command. Under torchrun it is one worker per process, but torchrun
-    restarts all G when one dies. launch/worker.sh gives each an agent of its own.
+    restarts all G when one dies. launch/worker.sh starts one torchrun agent per worker.
 
       torchrun --standalone --nproc-per-node=G -m ringmaster_dist.worker server=HOST:PORT
 

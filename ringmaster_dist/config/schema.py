@@ -42,7 +42,7 @@ class ClusterConfig:
         "linear", "The workers are this unequal. file takes measured times; none, in real runs only, sets no pace.",
         one_of=(*PROFILES, "file", "none"))
     profile_file: str | None = key(
-        None, "With profile=file, its times are dealt to the workers in turn. ringmaster profile writes such a file.")
+        None, "With profile=file, its times are assigned to workers in turn. ringmaster profile writes such a file.")
     times: list[float] | None = key(
         None, "With profile=file, these are the times, such as [0.5, 2.0]; null reads them from profile_file.", above=0)
     unit_seconds: float = key(
@@ -50,13 +50,13 @@ class ClusterConfig:
     jitter: float = key(
         0.05, "The time of a gradient has half-normal noise of this fraction of the worker's own time.", least=0)
     batch: list[int] | None = key(
-        None, "These rows per gradient, such as [8, 4], are dealt to the workers of a real NanoChat run in turn; null "
+        None, "These rows per gradient, such as [8, 4], are assigned to workers of a real NanoChat run in turn; null "
         "means problem.batch for all.", least=1)
     threads: int = key(1, "A worker uses this many torch threads. The bits of a gradient depend on it.", least=1)
     phases: list[PhaseConfig] = key(
         [], "The speed of simulated workers changes, such as [{start_seconds: 100, rate: 0, workers: [0, 1]}].")
     local_workers: int | None = key(
-        None, "This machine starts this many of the workers; null starts all. The others come from elsewhere.",
+        None, "This machine starts this many of the workers; null starts all. The others run on other machines.",
         least=0, command="train")
 
 
@@ -84,7 +84,7 @@ class RunConfig:
 @dataclass
 class EvalConfig:
     every: int = key(
-        100, "The first row after this many updates is evaluated; if that costs next to nothing, every row.", least=1)
+        100, "The first row after this many updates is evaluated, or every row if an evaluation is cheap.", least=1)
 
 
 @dataclass
@@ -174,7 +174,7 @@ class MethodConfig:
     constants: ConstantsConfig = section(
         ConstantsConfig, "method.schedule=theory and ringmaster theory use these.", only=("ringmaster",))
     nesterov: bool = key(True, "true gives the oracle the looked-ahead momentum.")
-    interrupt: bool = key(True, "true stops work that has become stale; some methods have none.")
+    interrupt: bool = key(True, "true stops work that has become stale; with some methods no work does.")
     weight_decay: float = key(
         0.0, "Each update also shrinks the iterate by eta times this. geometry.weight_decay sets it by role.",
         least=0)
@@ -213,7 +213,7 @@ class GeometryConfig:
         RadiusConfig, "A block moves by eta * radius * oracle. The norm of the whole is the largest |block| / radius.")
     weight_decay: RoleDecayConfig = section(RoleDecayConfig, "A role can have its own; null means method.weight_decay.")
     orthogonalization: str = key(
-        "polar_express", "It computes the spectral oracle: polar_express and jordan take five steps, exact a slow SVD.",
+        "polar_express", "This computes the spectral oracle: polar_express and jordan take five steps, exact a slow SVD.",
         one_of=ORTHOGONALIZATIONS)
     precision: str | None = key(
         None, "The five steps use this type; null means the problem's. bfloat16 is quicker if the processor has it.",

@@ -209,7 +209,7 @@ def print_summary(console: Console, files: RunFiles, summary: Summary) -> None:
     )
     say(
         f"  {summary.pushes:,} gradients arrived: {summary.accepted:,} accepted, {summary.stale:,} stale, "
-        f"{summary.invalid:,} invalid; {summary.interrupted:,} more were stopped early"
+        f"{summary.invalid:,} invalid; {summary.interrupted:,} more stopped early"
     )
     wasted = sum(worker.wasted_seconds for worker in summary.per_worker.values())
     say(

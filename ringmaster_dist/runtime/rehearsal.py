@@ -81,7 +81,7 @@ def _rehearse(config: Config, device: str) -> None:
     if isinstance(problem, ModuleProblem) and problem.unusual_buffers:
         _warn(
             f"problem.target={target}: {', '.join(problem.unusual_buffers)} changes its buffers while it trains: they "
-            "begin every gradient as the factory makes them, so nothing is learnt in them (README, your own model)"
+            "begin every gradient as the factory makes them, so nothing is learnt in them (docs/extending.md, a model)"
         )
 
 

@@ -1,7 +1,6 @@
 """The one snapshot that workers get, the memory of iterates, and their rounding for the wire.
 
-The thread that computes calls `compute_next`, and nobody else does at the same time. `publish` and reads of `snapshot`
-happen under the lock of the service.
+Only one thread at a time calls `compute_next`. `publish` and reads of `snapshot` happen under the lock of the service.
 """
 
 from __future__ import annotations
