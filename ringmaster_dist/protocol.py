@@ -35,7 +35,7 @@ class Receipt(NamedTuple):
 
 
 # Programs with different versions of these messages refuse each other.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _MOST = 2**62  # of anything that is counted
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-9, 1e9  # rates and their sums stay finite
 

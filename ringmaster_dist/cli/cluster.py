@@ -173,8 +173,8 @@ def run_advise(arguments: Namespace, overrides: list[str]) -> int:
     synchronous training. Then it recommends a threshold. It is the smallest that makes nine tenths of the updates that
     accepting everything would make, because a larger one only adds older gradients. For this threshold it also shows
     how much of each worker's work is accepted. "slow half" is the share of accepted gradients that comes from the
-    slower half of the workers. SOURCE is times=, file=, run=, or the word gpus for the paper's table of GPUs. Without it, the
-    times come from the configuration: cluster.workers=8 cluster.profile=linear cluster.unit_seconds=1 ...
+    slower half of the workers. SOURCE is times=, file=, run=, or the word gpus for the paper's table of GPUs. Without
+    it, the times come from the configuration: cluster.workers=8 cluster.profile=linear cluster.unit_seconds=1 ...
 
     This shows what another threshold would have done in a finished run:
       ringmaster advise run=runs/a thresholds=4

@@ -56,7 +56,7 @@ def run_profile(arguments: Namespace, overrides: list[str]) -> int:
     """ringmaster profile [output=FILE] [steps=N] [key=value ...]
 
     Measures the time of one gradient on each device of this machine, after 3 warm-ups. Each step is
-    timed until the device has finished. The result is a JSON file, from which simulations and paced runs take their times.
+    timed until the device has finished. The result is a JSON file. Simulations and paced runs take their times from it.
 
     Examples
       ringmaster profile problem=nanochat model=nanochat_d6 output=mine.json

@@ -213,7 +213,7 @@ class GeometryConfig:
         RadiusConfig, "A block moves by eta * radius * oracle. The norm of the whole is the largest |block| / radius.")
     weight_decay: RoleDecayConfig = section(RoleDecayConfig, "A role can have its own; null means method.weight_decay.")
     orthogonalization: str = key(
-        "polar_express", "This computes the spectral oracle: polar_express and jordan take five steps, exact a slow SVD.",
+        "polar_express", "It computes the spectral oracle: polar_express and jordan take five steps, exact a slow SVD.",
         one_of=ORTHOGONALIZATIONS)
     precision: str | None = key(
         None, "The five steps use this type; null means the problem's. bfloat16 is quicker if the processor has it.",
