@@ -11,7 +11,6 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from itertools import islice
 from typing import Any, NoReturn
 
 from ringmaster_dist.config.errors import UserError
@@ -70,9 +69,8 @@ class Parser(argparse.ArgumentParser):
             if name + equals in self._settings:
                 marked.append(_SETTING + word)
             elif word in self._options:
-                marked += [f"{word}={value}" for value in islice(remaining, 1)] or [
-                    word
-                ]  # a value may begin with a dash
+                value = next(remaining, None)
+                marked.append(word if value is None else f"{word}={value}")  # a value may begin with a dash
             elif word.startswith("-") and name not in self._switches + self._options:
                 self._refuse("option", name, [*self._options, *self._switches])
             else:
