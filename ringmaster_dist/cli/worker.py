@@ -80,13 +80,13 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
     names = ("target", "tls", "slot", "connect_seconds", "call_seconds", "patience_seconds")
     keywords = {name: getattr(arguments, name) for name in names}
 
-    from ringmaster_dist.logs import log_as_told
+    from ringmaster_dist.logs import set_up_logging
     from ringmaster_dist.runtime.processes import leave
     from ringmaster_dist.runtime.supervisor import supervise_workers
     from ringmaster_dist.worker.process import work
 
     if arguments.workers is None and arguments.restarts is None:
-        log_as_told()
+        set_up_logging()
         leave(work(arguments.server, token, **keywords))
     restarts = 10 if arguments.restarts is None else arguments.restarts
     return supervise_workers(arguments.server, token, keywords, arguments.workers or 1, restarts)

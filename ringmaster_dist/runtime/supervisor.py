@@ -11,7 +11,7 @@ from typing import Any
 
 from ringmaster_dist.config.errors import exit_code_of
 from ringmaster_dist.config.schema import Config
-from ringmaster_dist.logs import log_as_told
+from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.runtime.processes import (
     MISTAKE,
@@ -33,7 +33,7 @@ def work_at(name: str, address: str, token: str, slot: int, arguments: dict[str,
     from ringmaster_dist.worker.process import work
 
     become(name)
-    log_as_told()
+    set_up_logging()
     leave(work(address, token, slot=slot, **arguments))
 
 
@@ -153,6 +153,6 @@ def _work_elsewhere(name: str, index: int, server: str, token: str, keywords: di
     from ringmaster_dist.worker.process import work
 
     become(name)
-    log_as_told()
+    set_up_logging()
     os.environ["LOCAL_RANK"] = str(index)  # chooses the GPU of this worker
     leave(work(server, token, **keywords))
