@@ -80,7 +80,7 @@ def _reopened(config: Config, path: Path, token: str, *, asked: bool) -> RunDire
     directory = RunDirectory.opened(path)
     directory.refuse_if_in_use()
     _refuse_if_used_up(config, directory, asked=asked)
-    rehearse(config, device_of(0))
+    _try(config)
     if token:
         directory.write_secret("token", token)
     for name in ("summary.json", "final.safetensors"):  # they describe the run up to its last stop
@@ -105,18 +105,20 @@ def prepare_dry_run(overrides: list[str]) -> tuple[Config, Tensors | None]:
     config = to_typed(compose(overrides, "train"), real_time=True)
     _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
-    initial = _rehearsed(config)
-    if config.problem.name == "nanochat":
-        prepare_data(config)
-    return config, initial
+    return config, _rehearsed(config)
 
 
 def _rehearsed(config: Config) -> Tensors | None:
-    """Tries the user's code once. Returns the weights that the run begins from, or None for the problem's own."""
-    rehearse(config, device_of(0))
-    if config.init and config.problem.name == "nanochat":
-        prepare_data(config)  # building the problem below needs its data
+    """Tries data and code once. Returns the weights that the run begins from, or None for the problem's own."""
+    _try(config)
     return chosen_weights(config)
+
+
+def _try(config: Config) -> None:
+    """Prepares the data, and computes one gradient and one evaluation with the user's code."""
+    if config.problem.name == "nanochat":
+        prepare_data(config)
+    rehearse(config, device_of(0))
 
 
 def _refuse_what_only_a_simulation_can(config: Config) -> None:

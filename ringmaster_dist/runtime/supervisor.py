@@ -53,7 +53,9 @@ def supervise(
     work: Callable[..., None] = work_at,
     watch: Callable[[SupervisedProcess, list[SupervisedProcess]], None] = lambda server, workers: None,
 ) -> int:
-    """Runs the server and the workers until the server has ended by itself. Returns the exit code of the run.
+    """Runs the server and the workers. Returns the exit code of the run.
+
+    It ends when the server has ended, a stop signal arrives, or every worker was given up.
 
     ``look`` is called many times a second, to show the progress. ``watch`` is called as often, with the server and the
     workers.
@@ -96,7 +98,7 @@ def supervise(
 
 
 def _has_an_address(server: SupervisedProcess, directory: RunDirectory, asked: Callable[[], bool]) -> bool:
-    """Waits until the run directory has the server's address. False if the server ends first.
+    """Waits until the run directory has the server's address. False if the server ends first, or a stop signal arrives.
 
     A resumed run has the address of its last server, so there is nothing to wait for.
     """
