@@ -34,6 +34,7 @@ from ringmaster_dist.protocol import Receipt, Snapshot, Verdict
 # A gradient, or a function that computes it. The function is called only if the delay admits the push.
 Gradient = torch.Tensor | Callable[[], torch.Tensor]
 
+NOT_FINITE = "the gradient contains NaN or Inf"  # the reason of a refusal
 _ACCEPTED, _STALE, _INVALID = Verdict.ACCEPTED, Verdict.STALE, Verdict.INVALID
 
 
@@ -254,7 +255,7 @@ class ServerCore:
             return f"the gradient is on {gradient.device}, the iterate on {iterate.device}"
         # The sum is one cheap pass: it is not finite if an element is not. It can also overflow, so look again then.
         if not math.isfinite(float(gradient.sum())) and not bool(torch.isfinite(gradient).all()):
-            return "the gradient contains NaN or Inf"
+            return NOT_FINITE
         return ""
 
     def _refuse(self, record: WorkerRecord | None, sequence: int, delay: int, reason: str) -> Receipt:

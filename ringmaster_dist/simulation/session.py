@@ -157,9 +157,10 @@ def simulate(
     problem = build_problem(config)
     core = make_core(config, problem, directory.path)
     speeds = build_speeds(config)
+    engine = choose_engine(config, core, problem, speeds)
     recorder = Recorder(core, problem, config, directory, progress, logger or Logger())
     stuck = _Stuck(core)
-    simulator = _simulator(config, core, problem, speeds, recorder, lambda: should_stop() or stuck.look())
+    simulator = _simulator(engine, config, core, problem, speeds, recorder, lambda: should_stop() or stuck.look())
     seconds = config.budget.seconds or math.inf
     try:
         simulator.run(updates=config.budget.updates or math.inf, seconds=seconds)
@@ -197,11 +198,11 @@ class _Stuck:
 
 
 def _simulator(
-    config: Config, core: ServerCore, problem: Problem, speeds: Speeds, recorder: Recorder,
+    engine: type[Simulator], config: Config, core: ServerCore, problem: Problem, speeds: Speeds, recorder: Recorder,
     should_stop: Callable[[], bool],
 ) -> Simulator:  # fmt: skip
     budget, samples = config.budget, config.run.samples
-    return choose_engine(config, core, problem, speeds)(
+    return engine(
         core,
         problem,
         speeds,
