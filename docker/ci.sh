@@ -85,7 +85,7 @@ if [ "${1:-}" = prepare ]; then
     mkdir -p "$place" && install_engine >/dev/null 2>&1 || exit 0
     [ -s "$place/base.tar" ] || [ -d "$place/data/image" ] || make_base_archive >/dev/null 2>&1 || true
     for _ in $(seq 300); do    # launch/test.sh is making the environment
-        [ ! -e .venv/installed-test ] || break
+        [ ! -e .venv/installed-test-fast ] || break
         sleep 2
     done
     fill_wheelhouse >/dev/null 2>&1 || true

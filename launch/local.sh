@@ -2,6 +2,6 @@
 # Sets up .venv and trains a small NanoChat on the Python standard library, with a server and four workers of unequal pace
 # over RPC. Arguments are overrides, as in ./launch/local.sh method=rennala cluster.workers=6
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-setup test
+setup test,fast
 say "ringmaster train experiment=nanochat_local $*"
 exec .venv/bin/ringmaster train experiment=nanochat_local "$@"

@@ -29,7 +29,7 @@ setup() {
 # Sets RINGMASTER_PYTHON to an interpreter that has the package. If it is not set, makes .venv and uses its interpreter.
 python_with_package() {
     if [ -z "${RINGMASTER_PYTHON:-}" ]; then
-        setup test >&2
+        setup test,fast >&2
         RINGMASTER_PYTHON=$PWD/.venv/bin/python
     fi
 }

@@ -2,7 +2,7 @@
 # Sets up .venv and runs lint, spelling, type checks and all tests except those that need Docker.
 # Arguments go to pytest, as in ./launch/test.sh tests/unit -k core
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-setup test
+setup test,fast
 say "lint"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

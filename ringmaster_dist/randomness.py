@@ -46,7 +46,7 @@ def worker_key(seed: int, stream: int, worker_id: int) -> int:
 
 def bits(key: int, sequence: int) -> int:
     """64 random bits for a worker's ``sequence``-th gradient."""
-    return _mix((key + (sequence + 1) * _GOLDEN) & _MASK)
+    return _mix((key + sequence * _GOLDEN + _GOLDEN) & _MASK)
 
 
 def unit(random_bits: int) -> float:

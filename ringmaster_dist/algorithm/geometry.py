@@ -113,6 +113,11 @@ def _iterate_vector(block: torch.Tensor, coefficients: Coefficients) -> float:
     norm = math.sqrt(float(flat.dot(flat)))
     if norm == 0.0 or not math.isfinite(norm):  # the square has underflown or overflown
         norm = float(torch.linalg.vector_norm(flat))
+    return vector_scale(norm, coefficients)
+
+
+def vector_scale(norm: float, coefficients: Coefficients) -> float:
+    """The number by which all iterations together multiply a single row of this norm."""
     length = norm / (norm + _NORM_FLOOR)
     for a, b, c in coefficients:
         square = length * length

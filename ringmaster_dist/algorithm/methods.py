@@ -14,6 +14,16 @@ from typing import Any, NamedTuple
 from ringmaster_dist.algorithm.schedules import Schedule
 
 
+def is_stale(delay: int, threshold: float) -> bool:
+    """Whether a gradient, or a computation that is still running, is too old to be accepted."""
+    return delay >= threshold
+
+
+def delay_adapted(eta: float, delay: int, num_live: int) -> float:
+    """The step of a gradient with this delay, ``eta * n / max(n, delay)``."""
+    return eta * num_live / max(num_live, delay, 1)
+
+
 class Change(NamedTuple):
     """A threshold that was chosen during the run, and why."""
 
@@ -71,10 +81,10 @@ class Method:
 
 
 class DelayAdaptive(Method):
-    """Accepts every gradient, with a smaller step for a late one: ``eta * n / max(n, delay)``."""
+    """Accepts every gradient, with a smaller step for a late one."""
 
     def eta(self, version: int, delay: int, num_live: int) -> float:
-        return self.schedule.eta(version) * num_live / max(num_live, delay, 1)
+        return delay_adapted(self.schedule.eta(version), delay, num_live)
 
 
 class Rennala(Method):

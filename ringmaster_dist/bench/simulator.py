@@ -30,8 +30,8 @@ def run(quick: bool, as_json: bool) -> None:
 
 def measure(quick: bool) -> list[dict[str, Any]]:
     repeats, shorter = (1, 10) if quick else (3, 1)
-    paper = ["experiment=paper_quadratic"]
-    _play(load([*paper, "budget.seconds=2"]))  # the first run also loads what it needs
+    paper = ["experiment=paper_quadratic", "simulation.engine=compiled"]
+    _play(load([*paper, "budget.seconds=2"]))  # the first run compiles, or loads what was compiled
     rows = []
     for profile in ("similar", "sublinear", "linear"):
         for method in ("ringmaster method.threshold=8", "rennala method.batch=8"):
@@ -42,8 +42,12 @@ def measure(quick: bool) -> list[dict[str, Any]]:
         limit = f"budget.updates={100_000 // shorter}"
         rows.append(_row([*long, f"cluster.profile={profile}", "method=ringmaster_agnostic", limit], repeats))
     for method in ("delay_adaptive", "asynchronous"):
-        limit = f"budget.updates={50_000 // shorter}"
+        limit = f"budget.updates={500_000 // shorter}"
         rows.append(_row([*long, "cluster.profile=similar", f"method={method}", limit], repeats))
+    if not quick:  # parts of two runs with the interpreted core, for comparison
+        core = ["experiment=paper_quadratic", "simulation.engine=core", "cluster.profile=similar"]
+        rows.append(_row([*core, "budget.seconds=20", "method=ringmaster"], 1))
+        rows.append(_row([*core, "budget.updates=5000", "method=asynchronous"], 1))
     return rows
 
 
@@ -56,7 +60,7 @@ def _row(overrides: list[str], repeats: int) -> dict[str, Any]:
     authors = AUTHORS_SECONDS[summary.profile]
     comparable = summary.method == "ringmaster" and summary.seconds == 2000.0
     return {
-        "run": f"{summary.method} {summary.profile}",
+        "run": f"{summary.method} {summary.profile}" + (" (core)" if summary.engine == "core" else ""),
         "seconds": round(best, 3),
         "worst": round(worst, 3),
         "updates": summary.updates,

@@ -240,7 +240,8 @@ class LoggerConfig:
 @dataclass
 class SimulationConfig:
     engine: str = key(
-        "auto", "This key has no effect. Older commands give it, so it is accepted.",
+        "auto", "core drives the server core itself. compiled plays the quadratic in machine code, for long runs. auto "
+        "chooses by the length of the run.",
         one_of=("auto", "core", "compiled"))
 
 

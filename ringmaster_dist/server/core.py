@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringmaster_dist.algorithm.methods import Method
+from ringmaster_dist.algorithm.methods import Method, is_stale
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.protocol import Receipt, Snapshot, Verdict
 
 # A gradient, or a function that computes it. The function is called only if the delay admits the push.
 Gradient = torch.Tensor | Callable[[], torch.Tensor]
 
+NOT_FINITE = "the gradient contains NaN or Inf"  # the reason of a refusal
 _ACCEPTED, _STALE, _INVALID = Verdict.ACCEPTED, Verdict.STALE, Verdict.INVALID
 
 
@@ -205,7 +206,7 @@ class ServerCore:
         if problem:
             return self._refuse(record, sequence, delay, problem)
         assert record is not None
-        if delay >= self.method.threshold(version) or shared < gradient_version:
+        if is_stale(delay, self.method.threshold(version)) or shared < gradient_version:
             self.method.observe(worker_id, compute_seconds)
             self.stale += 1
             record.stale += 1
@@ -254,7 +255,7 @@ class ServerCore:
             return f"the gradient is on {gradient.device}, the iterate on {iterate.device}"
         # The sum is one cheap pass: it is not finite if an element is not. It can also overflow, so look again then.
         if not math.isfinite(float(gradient.sum())) and not bool(torch.isfinite(gradient).all()):
-            return "the gradient contains NaN or Inf"
+            return NOT_FINITE
         return ""
 
     def _refuse(self, record: WorkerRecord | None, sequence: int, delay: int, reason: str) -> Receipt:
@@ -314,6 +315,19 @@ class ServerCore:
             assert self._sum is not None
             self._sum.add_(gradient)
         self._num_summed += 1
+
+    def take_over(
+        self, version: int, iterate: torch.Tensor, momentum: torch.Tensor, counters: Sequence[int]
+    ) -> None:  # fmt: skip
+        """Continues from results that other code has computed by the rules of this core, from the current state on.
+
+        ``iterate`` and ``momentum`` are (size,), and belong to the core from now on. ``counters`` are the pushes that
+        were accepted, stale and invalid. The counts of each worker are in ``workers``.
+        """
+        self.version = version
+        self.snapshot = Snapshot(version, iterate, self.term)
+        self.momentum = momentum
+        self.accepted, self.stale, self.invalid = counters
 
     def state(self) -> CoreState:
         """The iterate is shared, since a snapshot is never written again. Everything else is a copy."""

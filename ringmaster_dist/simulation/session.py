@@ -28,6 +28,7 @@ from ringmaster_dist.simulation.simulator import Simulator, Stalled
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
 
 _ARRIVALS_PER_PROGRESS = 1024
+_MANY_GRADIENTS = 20_000  # from here on the compiled engine saves more time than it costs to load
 _MOST_INVALID = 2000  # gradients in a row that are not finite
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,31 @@ def build_speeds(config: Config) -> Speeds:
     return Speeds(base, jitter=cluster.jitter, seed=config.run.seed, rates=rates)
 
 
+def choose_engine(config: Config, core: ServerCore, problem: Problem, speeds: Speeds) -> type[Simulator]:
+    """The compiled engine if it can play the run and the run is long, or if the configuration asks for it."""
+    engine = config.simulation.engine
+    if engine == "core":
+        return Simulator
+    try:
+        from ringmaster_dist.simulation.compiled import CompiledSimulator, supports
+    except ImportError:
+        if engine == "compiled":
+            raise UserError("simulation.engine=compiled needs numba: pip install 'ringmaster-dist[fast]'") from None
+        return Simulator
+    if not supports(core, problem, speeds):
+        if engine == "compiled":
+            raise UserError(
+                "simulation.engine=compiled plays the quadratic at speeds and thresholds that do not change; "
+                "remove cluster.phases, problem.clip and method.threshold=auto, or use simulation.engine=core"
+            )
+        return Simulator
+    seconds = config.budget.seconds or math.inf
+    updates = config.budget.updates or math.inf
+    expected = min(float((seconds / speeds.base).sum()), updates * (config.method.batch or 1))
+    is_long = expected + speeds.num_workers > _MANY_GRADIENTS
+    return CompiledSimulator if engine == "compiled" or is_long else Simulator
+
+
 def simulate(
     config: Config,
     directory: RunDirectory,
@@ -131,9 +157,10 @@ def simulate(
     problem = build_problem(config)
     core = make_core(config, problem, directory.path)
     speeds = build_speeds(config)
+    engine = choose_engine(config, core, problem, speeds)
     recorder = Recorder(core, problem, config, directory, progress, logger or Logger())
     stuck = _Stuck(core)
-    simulator = _simulator(config, core, problem, speeds, recorder, lambda: should_stop() or stuck.look())
+    simulator = _simulator(engine, config, core, problem, speeds, recorder, lambda: should_stop() or stuck.look())
     seconds = config.budget.seconds or math.inf
     try:
         simulator.run(updates=config.budget.updates or math.inf, seconds=seconds)
@@ -171,11 +198,11 @@ class _Stuck:
 
 
 def _simulator(
-    config: Config, core: ServerCore, problem: Problem, speeds: Speeds, recorder: Recorder,
+    engine: type[Simulator], config: Config, core: ServerCore, problem: Problem, speeds: Speeds, recorder: Recorder,
     should_stop: Callable[[], bool],
 ) -> Simulator:  # fmt: skip
     budget, samples = config.budget, config.run.samples
-    return Simulator(
+    return engine(
         core,
         problem,
         speeds,
@@ -193,11 +220,12 @@ def _summary(
     config: Config, evaluation: dict[str, float], core: ServerCore, speeds: Speeds, simulator: Simulator, ended: str,
     wall_seconds: float,
 ) -> Summary:  # fmt: skip
+    interrupted = simulator.interrupted
     busy = np.flatnonzero(simulator.used_seconds + simulator.wasted_seconds)
     workers = {
         worker: WorkerSummary(
             base_seconds=float(speeds.base[worker]),
-            interrupted=int(simulator.interrupted[worker]),
+            interrupted=int(interrupted[worker]),
             used_seconds=float(simulator.used_seconds[worker]),
             wasted_seconds=float(simulator.wasted_seconds[worker]),
         )
@@ -216,5 +244,5 @@ def _summary(
         synchronous_updates=math.floor(simulator.now / float(speeds.base.max())),
         num_workers=speeds.num_workers,
         profile=config.cluster.profile,
-        engine="core",
+        engine=simulator.engine,
     )

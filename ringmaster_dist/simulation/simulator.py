@@ -56,6 +56,8 @@ class Stalled(Exception):
 class Simulator:
     """One simulated run. Call `run` again with a larger budget to continue it."""
 
+    engine = "core"
+
     def __init__(
         self,
         core: ServerCore,

@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringmaster_dist import randomness
-from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Norm
+from ringmaster_dist.algorithm.layout import Layout, Norm
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, agnostic
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.config.compose import load
+from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.profiles import base_seconds, jittered_seconds
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.arrivals import Arrivals
+from ringmaster_dist.simulation.compiled import CompiledSimulator, supports
 from ringmaster_dist.simulation.session import simulate
 from ringmaster_dist.simulation.simulator import Simulator, Stalled
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
@@ -50,10 +52,9 @@ class Events:
         self.samples.append(time)
 
 
-def make_core(method, problem, geometry="muon", radius=1.0, weight_decay=0.0):
-    norm = Norm(GEOMETRY_MAPS[geometry]["matrix"], radius, weight_decay)
+def make_core(method, problem, norm="spectral", **update):
     layout = Layout(problem.parameters, {"matrix": norm})
-    return ServerCore(problem.initial(0), method, Update(layout, dtype=problem.dtype))
+    return ServerCore(problem.initial(0), method, Update(layout, dtype=problem.dtype, **update))
 
 
 @pytest.mark.parametrize(("workers", "jitter"), [(6, 0.0), (30, 0.2)])
@@ -67,21 +68,26 @@ def test_the_simulator_equals_the_transcription(method, profile, interrupt, work
         f"cluster.profile={profile}", f"cluster.jitter={jitter}", f"method={method}", "method.eta=0.2",
         *METHODS[method], "budget.seconds=60", f"method.interrupt={interrupt}",
     ]  # fmt: skip
-    summary = simulate(load(overrides), RunDirectory(str(tmp_path / "run"), name="x"))
     base = [float(t) for t in base_seconds(profile, workers, 1.0)]
     keys = [randomness.worker_key(0, randomness.STREAM_JITTER, worker) for worker in range(workers)]
     events, iterate, interrupted = play(
         method, workers, lambda i, sequence: jittered_seconds(base[i], jitter, keys[i], sequence),
         eta=0.2, dim=60, seconds=60, threshold=4, batch=4, interrupt=interrupt,
     )  # fmt: skip
-    records = [json.loads(line) for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()]
-    ours = [(r["time"], r["worker"], r["gradient_version"], r["version"], r["verdict"]) for r in records]
-    assert ours == events
     assert len(events) > 15
-    assert summary.interrupted == interrupted
     minimizer = np.arange(1, 61) / 61 - 1
     error = np.diff(iterate - minimizer, prepend=0, append=0)
-    assert summary.evaluation["gap"] == pytest.approx(error @ error / 8, rel=1e-9)
+    config = load(overrides)
+    for engine in ("core", "compiled"):
+        folder = tmp_path / engine
+        config.simulation.engine = engine
+        summary = simulate(config, RunDirectory(str(folder), name="x"))
+        records = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+        ours = [(r["time"], r["worker"], r["gradient_version"], r["version"], r["verdict"]) for r in records]
+        assert ours == events
+        assert summary.interrupted == interrupted
+        assert summary.engine == engine
+        assert summary.evaluation["gap"] == pytest.approx(error @ error / 8, rel=1e-9)
 
 
 def test_no_accepted_delay_reaches_the_threshold(tmp_path):
@@ -104,6 +110,65 @@ MAKERS = {
     "synchronous": lambda: Synchronous(CONSTANT),
     "asynchronous": lambda: Method(CONSTANT),
 }
+
+
+ORACLES = [("spectral", "polar_express"), ("spectral", "jordan"), ("spectral", "exact"), ("euclidean", "exact"),
+           ("row", "exact"), ("sign", "exact"), ("column", "exact"), ("none", "exact")]  # fmt: skip
+CLUSTERS = [("similar", 0.0), ("similar", 0.05), ("linear", 0.3), ("gpus", 0.05)]
+
+
+@pytest.mark.parametrize("i", range(len(MAKERS)), ids=MAKERS)
+@pytest.mark.parametrize("j", range(len(ORACLES)), ids=map("-".join, ORACLES))
+def test_the_compiled_engine_equals_the_core(i, j):
+    """Arrivals are equal to the bit and iterates to rounding, for every method with every oracle."""
+    interrupt, nesterov, shrinks = (bool((i + j) >> bit & 1) for bit in range(3))
+    workers, (profile, jitter) = (1, 7, 80)[(i + 2 * j) % 3], CLUSTERS[(i + j // 2) % 4]
+    noise = math.nan if (i, j) == (0, 0) else 0.01  # then every gradient is invalid
+    results = []
+    for kind in (Simulator, CompiledSimulator):
+        problem, events = Quadratic(1 + 4 * j, noise), Events()
+        norm = Norm(ORACLES[j][0], *((0.7, 0.1) if shrinks else ()))
+        core = make_core([*MAKERS.values()][i](), problem, norm, nesterov=nesterov, orthogonalization=ORACLES[j][1])
+        speeds = Speeds(base_seconds(profile, workers, 1.0), jitter=jitter, seed=3)
+        simulator = kind(core, problem, speeds, seed=3, interrupt=interrupt, observer=events, sample_seconds=2.5,
+                         sample_updates=7)  # fmt: skip
+        simulator.run(updates=3, seconds=10)
+        simulator.run(seconds=20)
+        results.append((core, simulator, events))
+    (core, one, events), (compiled_core, two, compiled_events) = results
+    assert [a[:5] + a[6:] for a in events.arrivals] == [a[:5] + a[6:] for a in compiled_events.arrivals]
+    for arrival, other in zip(events.arrivals, compiled_events.arrivals, strict=True):
+        assert arrival[5] == other[5] or arrival[5] == pytest.approx(other[5], rel=1e-9, nan_ok=True)
+    assert events.samples == compiled_events.samples
+    assert len(events.samples) >= 8
+    state, compiled = core.state(), compiled_core.state()
+    assert (state.version, state.counters) == (compiled.version, compiled.counters)
+    assert [worker[3:] for worker in state.workers] == [worker[3:] for worker in compiled.workers]
+    torch.testing.assert_close(state.iterate, compiled.iterate, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(state.momentum, compiled.momentum, rtol=1e-9, atol=1e-9)
+    assert (one.interrupted == two.interrupted).all()
+    np.testing.assert_allclose(one.wasted_seconds, two.wasted_seconds)
+    np.testing.assert_allclose(one.used_seconds, two.used_seconds)
+    assert one.now == two.now == 20
+
+
+def test_the_compiled_engine_refuses_what_it_does_not_know(tmp_path):
+    class Other(Method):
+        pass
+
+    problem, speeds = Quadratic(3), Speeds([1.0])
+    assert supports(make_core(Method(CONSTANT), problem), problem, speeds)
+    assert not supports(make_core(Other(CONSTANT), problem), problem, speeds)
+    assert not supports(make_core(Method(CONSTANT), Quadratic(3, clip=1.0)), Quadratic(3, clip=1.0), speeds)
+    for key in ("problem.clip=1", "method.threshold=auto", "cluster.phases=[{start_seconds: 1, rate: 2}]"):
+        for engine in ("compiled", "auto"):
+            config = load(["problem.dim=3", "cluster.workers=2", "budget.seconds=20000", "budget.updates=20", key,
+                           f"simulation.engine={engine}"])  # fmt: skip
+            if engine == "auto":
+                assert simulate(config, RunDirectory(str(tmp_path / key[:9]), name="x")).engine == "core"
+            else:
+                with pytest.raises(UserError, match=r"use simulation\.engine=core"):
+                    simulate(config, RunDirectory(str(tmp_path / "refused"), name="x"))
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "rennala"])
