@@ -8,25 +8,28 @@ refuses every method and geometry that it does not know.
 
 A tournament tree finds the next worker to finish. It has a leaf per worker, and each inner node names the one that
 finishes first below it. The iterate of a version is in a *slot*, whose *cohort* is the list of the workers that compute
-at it. numba keeps the compiled code in ``__pycache__`` until this file changes.
+at it.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import math
 import statistics
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from numba import njit
 from numba.extending import overload, register_jitable
 
 from ringmaster_dist import profiles, randomness
-from ringmaster_dist.algorithm import geometry
+from ringmaster_dist.algorithm import geometry, methods
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous, delay_adapted, is_stale
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.quadratic import Quadratic
@@ -42,6 +45,11 @@ _ACCEPTED, _STALE, _INVALID = range(3)
 _PLAIN, _NORMALIZED, _POLYNOMIAL, _SIGN = range(4)  # how the direction is scaled
 _ORACLES = {"none": _PLAIN, "euclidean": _NORMALIZED, "row": _NORMALIZED, "sign": _SIGN, "column": _SIGN}
 _SPECTRAL = {"exact": _NORMALIZED, "polar_express": _POLYNOMIAL, "jordan": _POLYNOMIAL}
+
+# numba keeps compiled code on disk, and would not notice that another file has changed. So the folder's name does.
+_SOURCES = (__file__, methods.__file__, geometry.__file__, profiles.__file__, randomness.__file__)
+_DIGEST = hashlib.sha256(b"".join(Path(name).read_bytes() for name in _SOURCES)).hexdigest()[:16]
+numba.config.CACHE_DIR = str(Path(__file__).parent / "__pycache__" / f"numba-{_DIGEST}")
 
 # The functions that the loop shares with the core. numba compiles these very objects.
 for _rule in (
