@@ -22,6 +22,7 @@ class Job:
     """What one worker computes, and how it sends the result."""
 
     problem: Problem
+    device: str
     fingerprint: str
     seed: int
     base_seconds: float | None  # per gradient, when pacing
@@ -44,7 +45,8 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
             f"its user allows: add target={wanted}"
         )
     torch.set_num_threads(config.cluster.threads)  # several workers share a machine; bits depend on this number
-    problem = build_problem(config, device_of(slot, device), rows_of(config, slot))
+    device = device_of(slot, device)
+    problem = build_problem(config, device, rows_of(config, slot))
     cluster = config.cluster
     pace = None
     if cluster.profile != "none":
@@ -52,6 +54,7 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
     layout = build_layout(config, problem)
     return Job(
         problem=problem,
+        device=device,
         fingerprint=build_fingerprint(layout, problem),
         seed=config.run.seed,
         base_seconds=pace,

@@ -95,7 +95,7 @@ class Worker:
         except Exception:
             self._insist(lambda c: c.leave(welcome.session))  # so that the server does not wait for it
             raise
-        log.info("worker-%d joined", welcome.worker_id)
+        log.info("worker-%d joined and computes on %s", welcome.worker_id, job.device)
         self._interruptions = Interruptions()
         return self._compute(job, welcome)
 
