@@ -37,6 +37,12 @@ def in_turn(names: Sequence[str], index: int) -> str:
     return names[index % len(names)] if names else ""
 
 
+def select(device: torch.device | str) -> None:
+    """Makes an accelerator the current one of this process, so that user code which says only ``cuda`` means it."""
+    if not is_cpu(device):
+        torch.accelerator.set_device_index(torch.device(device))
+
+
 def is_cpu(device: torch.device | str) -> bool:
     return torch.device(device).type == CPU
 
