@@ -13,7 +13,7 @@ from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.protocol import Verdict
 from ringmaster_dist.simulation.session import simulate
 from tests import pretend
-from tests.distributed.processes import LONG, Run, check_finished, until
+from tests.distributed.processes import LONG, Run, check_finished, recompute, until
 from tests.unit.test_devices import OWN
 
 pytestmark = pytest.mark.accelerator
@@ -63,6 +63,8 @@ def test_an_accelerator_and_the_cpu_work_in_one_run(nanochat, tmp_path, accelera
     arrivals, summary, _ = train(tmp_path / "run", *nanochat, *given)
     assert (summary.updates, summary.invalid) == (5, 0)
     assert sorted(arrival.worker for arrival in arrivals if arrival.verdict is Verdict.ACCEPTED) == [0] * 5 + [1] * 5
+    outcome = recompute(tmp_path / "run")
+    assert outcome.same or "workers on an accelerator" in outcome.message
 
 
 def test_a_gradient_in_device_memory_ends_its_worker(tmp_path, accelerator, monkeypatch):
