@@ -1,5 +1,5 @@
-"""The exception for a mistake in a problem. It is here because every room may raise or show it."""
+"""The exception for a mistake of the user, raised by packages below `config`."""
 
 
 class Mistake(ValueError):
-    """The user's problem cannot be used as it is. The message is one line that says why."""
+    """Something that the user gave cannot be used. The message is one line that says why."""

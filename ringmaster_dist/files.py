@@ -1,4 +1,4 @@
-"""File operations that several rooms need."""
+"""File operations that several packages need."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The algorithm, pure: geometries, flat layout, schedules, methods and the update. Torch only."""
+"""Implements the algorithm with torch only: geometries, flat layout, schedules, methods and the update."""

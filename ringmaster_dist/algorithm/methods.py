@@ -1,8 +1,9 @@
-"""The six methods. Each answers two questions: is a gradient accepted, and does it complete an update?
+"""The six methods.
 
-The server core owns the loop, the delay, the state and the arithmetic. It asks a method for three things: ``threshold``
-(a gradient is accepted if and only if its delay is below), ``refusal`` (whether this worker may contribute at all), and
-``admit`` (how many gradients the update averages that is complete now). A method holds counts and no tensors.
+The server core owns the loop, the delay, the state and the arithmetic. A method says whether a gradient is accepted
+(``threshold``: if and only if its delay is below; ``refusal``: whether this worker may contribute at all), whether it
+completes an update (``admit``, ``complete_without``: how many gradients are averaged), and how long the step is
+(``eta``, ``alpha``). A method holds counts and no tensors.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class NoArithmetic(Update):
-    """An update that leaves the iterate as it is. Versions count all the same."""
+    """An update that computes nothing. The next iterate has undefined content, and the version still increases."""
 
     def apply(self, *arguments: Any, **settings: Any) -> None: ...
 
@@ -123,13 +123,13 @@ class Pusher:
         assert welcome.snapshot is not None
         self._session, self.version = welcome.session, welcome.snapshot.version
         self._gradient, self._sequence = torch.randn(size), 0
-        self._ends = Codec(wire, size, torch.float32)
+        self._codec = Codec(wire, size, torch.float32)
         self.close = self._client.close
 
     def push(self, version: int | None = None) -> bool:
         """Pushes a gradient of this version, or of the newest. Returns whether it was accepted."""
         at = self.version if version is None else version
-        push = Push(self._sequence, at, self._ends.encode_gradient(self._gradient), 0.0, 0.0)
+        push = Push(self._sequence, at, self._codec.encode_gradient(self._gradient), 0.0, 0.0)
         reply = self._client.push(self._session, push)
         assert reply.receipt is not None
         assert reply.snapshot is not None

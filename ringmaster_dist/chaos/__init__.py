@@ -1,1 +1,1 @@
-"""A training under faults, which a seeded schedule chooses, and an account of the result."""
+"""Trains under a seeded schedule of faults, and reports the result."""

@@ -64,8 +64,8 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         "goodput": f"{report['goodput']:.1%}: {report['disturbed_per_second']:g} accepted per second, "
         f"undisturbed {report['undisturbed_per_second']:g}",
         "unplanned": f"{report['unplanned_restarts']} restarts of the server that the schedule did not ask for",
-        "lost": f"{report['lost_updates']} updates beyond the newest checkpoint "
-        f"({report['redone_updates']} after it were repeated)",
+        "lost": f"{report['lost_updates']} updates of a finished checkpoint "
+        f"({report['redone_updates']} made after it were repeated)",
         "counters": f"{report['pushes']:,} pushes, {'every one' if report['counters_add_up'] else 'NOT every one'} "
         "with one verdict",
         "replay": f"{report['replay']}: {report['updates']:,} updates, {report['replay_message']}",

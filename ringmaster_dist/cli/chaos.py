@@ -40,10 +40,11 @@ def run_chaos(arguments: Namespace, overrides: list[str]) -> int:
     """ringmaster chaos [seconds=S] [faults=N] [restarts=N] [seed=N] [dir=DIR] [key=value ...] [--json]
 
     Trains undisturbed for a while, then for the given time under a random schedule of faults. Workers are killed,
-    stopped for some seconds, cut off from the server and made to send NaN. The server is killed. Then it reports
-    the faults that happened, the goodput (accepted updates per second versus the undisturbed run), the updates lost
-    beyond the newest checkpoint (must be 0), and whether the trace replays to the same bits. It writes chaos.json and
-    both runs to dir. Other keys are those of ringmaster train, such as cluster.workers=16 method=rennala.
+    stopped for some seconds, cut off from the server and made to send NaN. The server is killed. Then it reports the
+    faults that happened, the goodput (accepted updates per second versus the undisturbed run), the updates that the
+    newest checkpoint had and the restarted server lost (must be 0), and whether the trace replays to the same bits. It
+    writes chaos.json and both runs to dir. Other keys are those of ringmaster train, such as cluster.workers=16
+    method=rennala.
 
     The exit code is 0 if nothing was lost, no bit is wrong and the server did not die by itself. It is 1 otherwise.
 
@@ -121,9 +122,11 @@ def _work_with_saboteur(
 ) -> None:
     """The body of a worker's process that causes its own faults."""
     from ringmaster_dist.chaos.saboteur import Saboteur
+    from ringmaster_dist.logs import set_up_logging
     from ringmaster_dist.runtime.processes import become, leave
     from ringmaster_dist.worker.process import work
 
     become(name)
+    set_up_logging()
     saboteur = Saboteur(Path(faults_file))
     leave(work(address, token, saboteur.make_job, slot=slot, **arguments))

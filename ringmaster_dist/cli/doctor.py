@@ -29,8 +29,8 @@ def run_doctor(arguments: Namespace, overrides: list[str]) -> int:
 
     Looks at what commonly breaks a cluster. Each line says ok or what to do. On one machine alone it looks at versions,
     network names and interfaces, shared memory, disk, open files, clock, devices and their number types, and
-    a small run of a server and two workers. With server= it also looks at what a worker would see from here: name,
-    port, token, versions, a call, clock skew. It does not join the run.
+    a small run of a server and two workers. With server= it looks at what a worker would see from here
+    instead: name, port, token, versions, a call, clock skew. It does not join the run.
 
     The exit code is 0 if everything is ok, and 1 if something is not.
     """

@@ -42,7 +42,7 @@ COMMANDS = (
     Command("simulate", "simulate", "play a run of thousands of workers in virtual time on one core", True, "config"),
     Command("theory", "cluster", "compute the paper's time bounds for a cluster", True),
     Command("advise", "cluster", "simulate methods and thresholds on a cluster and recommend one", True),
-    Command("experiment", "experiment", "reproduce an experiment of the paper", explains_itself=True),
+    Command("experiment", "experiment", "run an experiment of the paper, or one of our own", explains_itself=True),
     Command("doctor", "doctor", "check this machine, or a server, for common faults of a cluster"),
     Command("bench", "bench", "measure this system versus its alternatives"),
     Command("chaos", "chaos", "train under kills, stops, disconnects, NaNs and restarts, and report the cost", True),

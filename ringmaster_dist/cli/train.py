@@ -43,7 +43,7 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
 
     torchrun and further workers
       torchrun --standalone --nproc-per-node=5 -m ringmaster_dist.train [key=value ...]     rank 0 serves, 4 work
-                         with --max-restarts=N also give run.dir=DIR, so that restarted ranks resume the run
+                         with --max-restarts=N, restarted ranks resume the run
       ringmaster worker server=$(cat RUN_DIR/address) token_file=RUN_DIR/token     adds a worker at any time
 
     Exit code 0: the run is over, or was stopped by Ctrl+C or SIGTERM. 1: the server, or every worker, failed each time
@@ -70,7 +70,7 @@ def _train(overrides: list[str]) -> int:
     from ringmaster_dist.cli.weights import write_sample
     from ringmaster_dist.observe.console import LiveTable
     from ringmaster_dist.observe.report import show_summary
-    from ringmaster_dist.runtime.preparation import RunIsOver, prepare, prepare_data
+    from ringmaster_dist.runtime.preparation import RunIsOver, prepare
     from ringmaster_dist.runtime.supervisor import supervise
 
     try:
@@ -78,9 +78,6 @@ def _train(overrides: list[str]) -> int:
     except RunIsOver as over:
         print(over)
         return 0
-    is_nanochat = config.problem.name == "nanochat"
-    if is_nanochat:
-        prepare_data(config)
     budget, console = config.budget, Console(file=sys.stdout)
     table = LiveTable(directory.path, console, budget.updates or math.inf, budget.seconds or math.inf)
     if config.watch:
@@ -91,7 +88,7 @@ def _train(overrides: list[str]) -> int:
         table.close()
     if code == 0:
         code = show_summary(directory, report=config.run.report)
-    if code == 0 and is_nanochat:
+    if code == 0 and config.problem.name == "nanochat":
         print("  a sample (ringmaster sample writes more):\n", flush=True)
         write_sample(directory.path, "def ", 80)
     return code

@@ -95,13 +95,13 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
     named: list[str] = arguments.device or []
 
     from ringmaster_dist.devices import in_turn
-    from ringmaster_dist.logs import log_as_told
+    from ringmaster_dist.logs import set_up_logging
     from ringmaster_dist.runtime.processes import leave
     from ringmaster_dist.runtime.supervisor import supervise_workers
     from ringmaster_dist.worker.process import work
 
     if arguments.workers is None and arguments.restarts is None:
-        log_as_told()
+        set_up_logging()
         device = in_turn(named, int(os.environ.get("LOCAL_RANK", 0)))
         leave(work(arguments.server, token, device=device, **keywords))
     restarts = 10 if arguments.restarts is None else arguments.restarts

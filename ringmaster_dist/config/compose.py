@@ -2,7 +2,7 @@
 
 Hydra composes the defaults of the schema, the files in configs/ and the overrides. This module turns Hydra's errors
 into one line each, leaves out the keys that the chosen method, problem or command does not have, and converts to
-dataclasses once. No room below `runtime` sees a DictConfig.
+dataclasses once. Only `cli`, `runtime` and `config` handle a DictConfig.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ringmaster_dist.config.compose import compose, config_dir, groups
 from ringmaster_dist.config.schema import KEYS
+
+_COMMENT_WIDTH = 100
 
 
 def headline(path: Path) -> str:
@@ -30,10 +33,15 @@ def keys_and_choices(main: str) -> str:
 
 
 def annotated(composed: DictConfig) -> str:
-    """The composed configuration as YAML, each key with its comment."""
+    """The composed configuration as YAML, each key with its comment. A long comment continues on the next line."""
     rows = list(_rows(OmegaConf.to_container(composed, resolve=True), "", 0))
     width = min(44, max(len(row) for row, _ in rows))
-    return "\n".join(f"{row:<{width}}  # {note}".rstrip() if note else row for row, note in rows)
+    lines = []
+    for row, note in rows:
+        first, *more = textwrap.wrap(note, _COMMENT_WIDTH) or [""]
+        lines.append(f"{row:<{width}}  # {first}" if first else row)
+        lines += [f"{'':<{width}}  # {each}" for each in more]
+    return "\n".join(lines)
 
 
 def _rows(tree: Any, prefix: str, depth: int) -> Iterator[tuple[str, str]]:

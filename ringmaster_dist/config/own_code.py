@@ -25,7 +25,7 @@ _NEEDED = ("parameters", "dtype", "objective", "quick_to_evaluate", "bind", "ini
 
 
 @contextmanager
-def told_once(target: str, what: str) -> Iterator[None]:
+def reported_once(target: str, what: str) -> Iterator[None]:
     """Turns any exception of the block into one `UserError`: a line that says ``what``, then the user's own frames."""
     try:
         yield
@@ -75,7 +75,7 @@ def problem_from(target: str, arguments: dict[str, Any], seed: int, device: str)
         raise UserError(f"problem.target={target} does not take these problem.args: {error}") from error
     except ValueError:
         pass  # a callable that is written in C has no signature
-    with told_once(target, "the factory failed"), _alike(seed, device):
+    with reported_once(target, "the factory failed"), _alike(seed, device):
         problem: Problem = factory(**given)
     missing = [name for name in _NEEDED if not hasattr(problem, name)]
     if missing:

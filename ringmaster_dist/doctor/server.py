@@ -7,7 +7,7 @@ from typing import Any
 
 from ringmaster_dist.doctor import Finding
 from ringmaster_dist.protocol import Interruptions
-from ringmaster_dist.transport import AuthenticationFailed, Unreachable
+from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable
 from ringmaster_dist.transport.addresses import resolve, split
 from ringmaster_dist.transport.agent import versions
 from ringmaster_dist.transport.client import Client, ask_about, is_ringmaster
@@ -77,7 +77,7 @@ def _call(server: str, token: str) -> Finding:
         client = Client(server, token=token, connect_seconds=_CONNECT_SECONDS, call_seconds=_CALL_SECONDS)
         reply = client.fetch("doctor", 0, 0, Interruptions())
         client.close()
-    except (Unreachable, AuthenticationFailed) as error:
+    except (Unreachable, AuthenticationFailed, Incompatible) as error:
         return Finding("RPC", False, f"a call was not answered: {error}")
     return Finding("RPC", True, "a call was answered" + ("; the run is over" if reply.ended else ""))
 

@@ -1,1 +1,1 @@
-"""The paper's experiments: grids, runs, tables and figures, all in virtual time."""
+"""Runs the paper's experiments and our own in virtual time: grids, runs, tables and figures."""

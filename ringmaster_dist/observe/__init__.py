@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: its directory, its trace, its metrics, its summary."""
+"""Writes, reads and shows the files of a run."""

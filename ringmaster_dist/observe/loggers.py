@@ -31,7 +31,7 @@ _ID_FILE = "wandb.id"
 
 
 class Logger:
-    """Gets what the server measures, and keeps none of it. None of these calls block or raise."""
+    """Receives the rows and the summary of a run, and keeps none of them. No call raises. Only `close` may block."""
 
     def row(self, row: MetricsRow) -> None:
         """A row of metrics.jsonl."""

@@ -1,9 +1,9 @@
 """What is measured of a run: the rows of metrics.jsonl of a real run, and the summary of any run.
 
-`Metrics.arrival` is called for every gradient, under the service's lock, so it only appends to lists. Everything else
-is computed by the thread that makes a row, from what the service has measured under its lock. Norms need passes over
-the parameters. They are taken of one gradient and one update now and then, so rarely that they cost at most a
-two-hundredth of the time.
+`Metrics.arrival` is called for every gradient, under the service's lock, so it does little: it appends to lists and
+updates two smoothed figures. Everything else is computed by the thread that makes a row, from what the service has
+measured under its lock. Norms need passes over the parameters. They are taken of one gradient and one update now and
+then, so rarely that they cost at most a two-hundredth of the time.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _JSON_VERDICT = {verdict: json.dumps(verdict.value) for verdict in Verdict}
 
 
 class RunDirectory(RunFiles):
-    """A run that this process writes. To make one claims the directory, which belongs to the run from then on."""
+    """A run that this process writes. The constructor claims the directory for the run."""
 
     def __init__(self, path: str | None, *, name: str, overwrite: bool = False) -> None:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")

@@ -1,4 +1,4 @@
-"""Reads the files of a run. Nothing else opens trace.jsonl, metrics.jsonl and their neighbours for reading.
+"""Reads the files of a run. Nothing else reads the .jsonl files and summary.json.
 
 The run may have ended, may have crashed, or may still be written. A last line without its end is left for the next
 look, because a server is writing it, or died while doing so. A server that restarts from a checkpoint cuts the files of

@@ -1,4 +1,4 @@
-"""Serves the page of a run to a browser on this machine while the run is written. Only reads the run directory.
+"""Serves the page of a run to a browser, by default on this machine, while the run is written. Only reads files.
 
 Each request has a thread of its own. One thread at a time reads the files, and only if there is something new.
 """

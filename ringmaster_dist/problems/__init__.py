@@ -1,4 +1,4 @@
-"""What is minimised. Every other room knows a problem only by the protocol `Problem`."""
+"""What is minimised. The server core and the worker's loop know a problem only by the protocol `Problem`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     f(x) = x'Ax/2 - b'x,   A = tridiag(-1, 2, -1)/4,   b = -e_1/4,   x_0 = sqrt(d) e_1
 
-The oracle adds one Gaussian number to every coordinate of the gradient.
+The stochastic gradient adds the same Gaussian number to every coordinate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records what happens in a real run: in the files of lines, and in the logger at the end."""
+"""Writes the .jsonl files of a real run. `close_logger` gives the logger the weights, a sample and the summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _SAMPLE_TOKENS = 80
 class Journal:
     """Writes the trace, the members, the chosen thresholds and the metrics.
 
-    The service calls `arrival`, `membership`, `change`, `flush` and `mark` under its lock. Other threads call the rest.
+    The service calls `arrival`, `membership`, `change`, `flush` and `mark` under its lock. The main thread calls `row`
+    and `close`. The thread that writes a checkpoint calls `sync`.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ def _reopened(config: Config, path: Path, token: str, *, asked: bool) -> RunDire
     directory = RunDirectory.opened(path)
     directory.refuse_if_in_use()
     _refuse_if_used_up(config, directory, asked=asked)
-    _rehearse(config)
+    _try(config)
     if token:
         directory.write_secret("token", token)
     for name in ("summary.json", "final.safetensors"):  # they describe the run up to its last stop
@@ -109,22 +109,22 @@ def prepare_dry_run(overrides: list[str]) -> tuple[Config, Tensors | None]:
     _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
     _refuse_missing_devices(config)
-    initial = _rehearsed(config)
-    if config.problem.name == "nanochat":
-        prepare_data(config)
-    return config, initial
+    return config, _rehearsed(config)
 
 
 def _rehearsed(config: Config) -> Tensors | None:
-    """Tries the user's code once. Returns the weights that the run begins from, or None for the problem's own."""
-    _rehearse(config)
-    if config.init and config.problem.name == "nanochat":
-        prepare_data(config)  # building the problem below needs its data
+    """Tries data and code once. Returns the weights that the run begins from, or None for the problem's own."""
+    _try(config)
     return chosen_weights(config)
 
 
-def _rehearse(config: Config) -> None:
-    """Tries the user's code once on each type of device that the workers here will have."""
+def _try(config: Config) -> None:
+    """Prepares the data, and computes one gradient and one evaluation with the user's code.
+
+    It does so on each type of device that the workers here will have.
+    """
+    if config.problem.name == "nanochat":
+        prepare_data(config)
     for device in devices.one_of_each_type(local_devices(config)):
         rehearse(config, device)
 

@@ -14,7 +14,7 @@ import torch
 from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_layout, build_problem
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.own_code import told_once
+from ringmaster_dist.config.own_code import reported_once
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.module import ModuleProblem
@@ -40,13 +40,13 @@ def rehearse(config: Config, device: str = "cpu") -> None:
 def _rehearse(config: Config, device: str) -> None:
     target, seed = config.problem.target or "", config.run.seed
     problem = build_problem(config, device)
-    with told_once(target, "the problem could not be set up"):
+    with reported_once(target, "the problem could not be set up"):
         layout = build_layout(config, problem)
         size = layout.size
         iterate = problem.initial(seed)
         _check_tensor(target, "the initial iterate", iterate, size, problem)
     kept, names = iterate.clone(), _names(problem)
-    with told_once(target, "the gradient could not be computed"):
+    with reported_once(target, "the gradient could not be computed"):
         first, first_loss = problem.gradient(iterate, seed, 0, 0)
         _check_tensor(target, "the gradient", first, size, problem)
         first = first.detach().clone()
@@ -73,10 +73,10 @@ def _rehearse(config: Config, device: str) -> None:
             f"problem.target={target}: the gradient is not a function of its arguments: computed twice with the same "
             "arguments it differs, so ringmaster replay will not give the same bits"
         )
-    with told_once(target, "the evaluation failed"):
+    with reported_once(target, "the evaluation failed"):
         figures = problem.evaluate(iterate)
     _check_figures(target, figures)
-    with told_once(target, "the state for an export could not be made"):
+    with reported_once(target, "the state for an export could not be made"):
         weights.by_name(problem, layout, iterate)
     if isinstance(problem, ModuleProblem) and problem.unusual_buffers:
         _warn(

@@ -20,7 +20,7 @@ from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
-from ringmaster_dist.logs import log_as_told
+from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.observe.divergence import Divergence
 from ringmaster_dist.observe.loggers import Logger, open_logger
 from ringmaster_dist.observe.metrics import Metrics, summarize
@@ -272,7 +272,7 @@ def _summary(
 
 def serve_directory(path: str) -> int:
     """Runs in the child process of the supervisor. Returns the exit code."""
-    log_as_told()
+    set_up_logging()
     directory = RunDirectory.opened(Path(path))
     config_text = directory.read(CONFIG)
     parent = multiprocessing.parent_process()

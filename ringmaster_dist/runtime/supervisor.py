@@ -12,7 +12,7 @@ from typing import Any
 from ringmaster_dist.config.errors import exit_code_of
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.devices import in_turn
-from ringmaster_dist.logs import log_as_told
+from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.runtime.processes import (
     MISTAKE,
@@ -34,7 +34,7 @@ def work_at(name: str, address: str, token: str, slot: int, arguments: dict[str,
     from ringmaster_dist.worker.process import work
 
     become(name)
-    log_as_told()
+    set_up_logging()
     leave(work(address, token, slot=slot, **arguments))
 
 
@@ -54,7 +54,9 @@ def supervise(
     work: Callable[..., None] = work_at,
     watch: Callable[[SupervisedProcess, list[SupervisedProcess]], None] = lambda server, workers: None,
 ) -> int:
-    """Runs the server and the workers until the server has ended by itself. Returns the exit code of the run.
+    """Runs the server and the workers. Returns the exit code of the run.
+
+    It ends when the server has ended, a stop signal arrives, or every worker was given up.
 
     ``look`` is called many times a second, to show the progress. ``watch`` is called as often, with the server and the
     workers.
@@ -97,7 +99,7 @@ def supervise(
 
 
 def _has_an_address(server: SupervisedProcess, directory: RunDirectory, asked: Callable[[], bool]) -> bool:
-    """Waits until the run directory has the server's address. False if the server ends first.
+    """Waits until the run directory has the server's address. False if the server ends first, or a stop signal arrives.
 
     A resumed run has the address of its last server, so there is nothing to wait for.
     """
@@ -164,6 +166,6 @@ def _work_elsewhere(
     from ringmaster_dist.worker.process import work
 
     become(name)
-    log_as_told()
+    set_up_logging()
     os.environ["LOCAL_RANK"] = str(index)  # chooses the accelerator of this worker, if device= was not given
     leave(work(server, token, device=in_turn(devices, index), **keywords))

@@ -19,7 +19,7 @@ from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.secret import given_token
 from ringmaster_dist.files import open_private
-from ringmaster_dist.logs import log_as_told
+from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.observe.report import show_summary
 from ringmaster_dist.runtime.preparation import RunIsOver, prepare
 from ringmaster_dist.transport.addresses import is_loopback, joined
@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.05
 
 def take_part(argv: list[str]) -> int:
     """Serves or works, by the rank that torchrun has given. Returns the exit code."""
-    log_as_told()
+    set_up_logging()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     workers = int(os.environ["WORLD_SIZE"]) - 1
     if workers == 0 and "cluster.local_workers=0" not in argv:

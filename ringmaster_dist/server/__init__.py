@@ -1,1 +1,1 @@
-"""The server: the core that decides and updates."""
+"""The server. The core decides and updates, and the service puts it behind calls."""

@@ -26,6 +26,6 @@ class Leases:
         return {worker for worker, renewed in self._renewed.items() if renewed < oldest}
 
     @property
-    def answer_polls_since_before(self) -> float:
+    def poll_again_before(self) -> float:
         """A poll that was asked before this time is answered, so that the worker calls again."""
         return self._clock() - self._seconds / 3

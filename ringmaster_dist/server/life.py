@@ -68,7 +68,7 @@ class Life:
         self.phase = max(self.phase, Phase.ENDING)
 
     def stop_clock(self) -> None:
-        """At the end of ENDING, before the last checkpoint, which holds the seconds."""
+        """Stops the clock, before the last checkpoint stores the seconds."""
         assert self.phase is Phase.ENDING
         self._stopped = self._clock()
 

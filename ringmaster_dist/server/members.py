@@ -69,7 +69,7 @@ class Member:
 
 
 class Members:
-    """Reports each arrival and departure to the core and to the history (``note``), until the run is ending."""
+    """Reports each join and leave to the core and to the history (``note``), until the run is ending."""
 
     def __init__(
         self, core: ServerCore, token: str, note: Callable[[int, str, int, int], None], life: Life, leases: Leases

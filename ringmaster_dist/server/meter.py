@@ -1,4 +1,4 @@
-"""What serving costs, counted as it happens, and what metrics are made of.
+"""Counts what serving costs. Metrics are made from these counts.
 
 The counts begin with this start of the server. Everything here happens under the lock of the service.
 """

@@ -1,4 +1,4 @@
-"""The one snapshot that workers get, the memory of iterates, and their rounding for the wire.
+"""Holds the one snapshot that workers get, and rounds it for the wire, in reused memory.
 
 Only one thread at a time calls `compute_next`. `publish` and reads of `snapshot` happen under the lock of the service.
 """

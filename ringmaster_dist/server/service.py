@@ -10,11 +10,11 @@
         Publisher    the snapshot that workers get
         Meter        what serving costs
 
-Three kinds of thread enter. RPC threads make the calls. One thread (`_watch`) starts the run, ends leases and ends the
-run by its seconds. One thread (`_compute`) computes the updates that were decided. All of them hold the lock to decide,
-and release it to compute: while an update is being computed, pushes are judged, and rejected ones are answered. Only
-for a checkpoint are the last decided updates computed under the lock, since its state must contain all of them.
-`_deciding` sends the answers after it has released the lock.
+Four kinds of thread enter. RPC threads make the calls. The main thread measures and ends the run. One thread (`_watch`)
+starts the run, ends leases and ends the run by its seconds. One thread (`_compute`) computes the updates that were
+decided. All of them hold the lock to decide, and release it to compute: while an update is being computed, pushes are
+judged, and rejected ones are answered. Only for a checkpoint are the last decided updates computed under the lock,
+since its state must contain all of them. `_deciding` sends the answers after it has released the lock.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Service:
         return future
 
     def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply:
-        """Returns the newest snapshot to a worker that has interrupted its work. It sends the total of that work."""
+        """Returns the newest snapshot to a worker that has interrupted its work, and takes the total of such work."""
         with self._deciding():
             worker, published = self._caller(session), self._publisher.snapshot
             if worker is None:
@@ -397,7 +397,7 @@ class Service:
             return
         member.wasted_seconds += push.compute_seconds
         if receipt.verdict is Verdict.INVALID:
-            level = logging.INFO if member.invalid_in_a_row else logging.WARNING  # one warning per row is enough
+            level = logging.INFO if member.invalid_in_a_row else logging.WARNING  # one warning per series is enough
             log.log(level, "worker-%d v=%d sent an invalid gradient: %s", worker, version, receipt.reason)
             member.invalid_in_a_row += 1
 
@@ -411,7 +411,7 @@ class Service:
             self._waiting.answer_all(self.core, self._publisher.snapshot)
 
     def _remove(self, worker: int, why: str) -> None:
-        self._waiting.put_off(worker)
+        self._waiting.ask_to_poll_again(worker)
         if self._members.remove(worker, why):
             self._after_change()
         self._check_all_left()
@@ -514,4 +514,4 @@ class Service:
                     self.meter.lease_losses += 1
                     self._remove(worker, "lost its lease")
                 for worker in self.workers:
-                    self._waiting.put_off(worker, before=self._leases.answer_polls_since_before)
+                    self._waiting.ask_to_poll_again(worker, before=self._leases.poll_again_before)

@@ -64,7 +64,7 @@ class Waiting:
         self, worker: int, term: int, version: int, future: torch.futures.Future[Staleness], now: float
     ) -> None:
         """A worker that asks again asks about newer work, so its older question is answered."""
-        self.put_off(worker)
+        self.ask_to_poll_again(worker)
         self._polls[worker] = _Poll(term, version, future, now)
 
     def answer_joins(self) -> None:
@@ -94,7 +94,7 @@ class Waiting:
             self.answer(poll.future, Staleness.STALE)
             del self._polls[worker]
 
-    def put_off(self, worker: int, before: float = float("inf")) -> None:
+    def ask_to_poll_again(self, worker: int, before: float = float("inf")) -> None:
         """Asks the worker to poll again, if it has waited since ``before``. Its next call renews its lease."""
         poll = self._polls.get(worker)
         if poll is not None and poll.since < before:

@@ -1,1 +1,1 @@
-"""The virtual clock: thousands of simulated workers around the real server core."""
+"""Runs thousands of simulated workers with a virtual clock around the real server core."""

@@ -13,7 +13,7 @@ A pickle is a program. This one may not call what it names: a call is a name whi
 after that. It may not compute with what it builds either. It has no dictionary with entries, so nothing is hashed, and
 a server makes no exceptions, so nothing is printed. (A few hundred bytes can stand for a tuple of 2^60 elements.)
 
-This is the only file that uses names of torch which begin with an underscore. `check_assumptions` names the first one
+This is the only file that uses private names of torch.distributed. `check_assumptions` names the first one
 that is missing. A broken connection is final for an agent: to reconnect, stop the agent and start another.
 """
 

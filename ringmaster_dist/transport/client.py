@@ -51,6 +51,8 @@ _agent_numbers = itertools.count()  # an agent's name must be new, also within a
 class Client:
     """A worker's connection: the five calls. The worker's main thread makes them.
 
+    RPC threads also call `await_stale`, when a poll is asked again.
+
     Every call blocks for at most ``call_seconds``, apart from `await_stale`, which does not block. A call raises
     `Unreachable` if the connection is lost and `Incompatible` if a retry would not help. The constructor blocks for at
     most ``connect_seconds`` per connection and raises `Unreachable` or `AuthenticationFailed`.

@@ -25,7 +25,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ringmaster_dist.logs import log_as_told
+from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.transport import loopback, message_filter, tensorpipe
 from ringmaster_dist.transport.identity import ABOUT, server_context
 from ringmaster_dist.transport.message_filter import Filter, Pipe, further_filters
@@ -215,7 +215,7 @@ def _printable(name: str) -> str:
 
 def main() -> int:
     """`Host` starts this with two listening sockets: the public one and the agent's. Returns the exit code."""
-    log_as_told()
+    set_up_logging()
     name_process("gate")
     public, agent = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     control = socket.socket(fileno=0)

@@ -5,7 +5,8 @@ growing pauses, and repeats the push with the same sequence. A worker whose leas
 was restarted, gets its old id back. Only if another worker has that id now, it joins as a new worker and drops the
 gradient, which belongs to the old id.
 
-The main thread runs the loop. RPC threads answer the long poll, which interrupts work that has become stale.
+The main thread runs the loop. The server answers the long poll. RPC threads receive the answer and interrupt stale
+work.
 """
 
 from __future__ import annotations

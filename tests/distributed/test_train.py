@@ -204,7 +204,7 @@ def test_workers_join_a_run_with_nothing_but_address_and_token(tmp_path):
     [
         ([], "server=HOST:PORT"),
         (["server=nowhere"], "server=HOST:PORT"),
-        (["serv=a:1"], "not understood"),
+        (["serv=a:1"], "there is no setting serv=; did you mean server=?"),
         (["server=127.0.0.1:1"], "no token"),
         (["server=127.0.0.1:1", "token_file=/nonexistent"], "No such file"),
     ],

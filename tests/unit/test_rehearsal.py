@@ -184,3 +184,10 @@ def test_a_simulation_without_finite_gradients_ends(command, tmp_path):
     assert command(steep, "simulate", "budget.seconds=null", *words)[0] == 1
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["diverged"], summary["ended"]) == (True, "diverged")
+
+
+def test_a_wrong_data_path_leaves_no_run_directory(tmp_path, capsys):
+    words = ["problem=nanochat", "data=text", f"data.path={tmp_path}/nowhere", f"run.dir={tmp_path}/run"]
+    assert main(["train", *words]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

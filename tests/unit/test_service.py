@@ -477,7 +477,7 @@ def test_a_lease_runs_out_in_silence_and_any_call_renews_it():
     assert leases.expired() == {0}
     leases.renew_all()
     assert leases.expired() == set()
-    assert leases.answer_polls_since_before == pytest.approx(10.5 - 10.0 / 3)
+    assert leases.poll_again_before == pytest.approx(10.5 - 10.0 / 3)
 
 
 def test_the_run_starts_with_the_expected_workers_or_when_the_time_is_up():
