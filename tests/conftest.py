@@ -16,6 +16,13 @@ torch.set_num_threads(1)
 IS_REAL = torch.accelerator.device_count() > 0
 if not IS_REAL and pretend.IS_POSSIBLE:
     pretend.register()  # before the first backward pass; torch does not count it until a test asks for it
+HOOK = """
+import sys
+if "resource_tracker" not in " ".join(sys.orig_argv):  # multiprocessing's own process does not need torch
+    from tests import pretend
+    pretend.register()
+    pretend.set_present(True)
+"""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,7 +39,7 @@ def accelerator(monkeypatch, tmp_path_factory):
     if not pretend.IS_POSSIBLE:
         pytest.skip("there is no accelerator, and this torch cannot pretend to have one")
     hook = tmp_path_factory.mktemp("hook")  # Python imports sitecustomize when a process starts
-    (hook / "sitecustomize.py").write_text("from tests import pretend\npretend.register()\npretend.set_present(True)\n")
+    (hook / "sitecustomize.py").write_text(HOOK)
     root = os.path.dirname(os.path.dirname(__file__))
     monkeypatch.setenv("PYTHONPATH", f"{hook}{os.pathsep}{root}")
     pretend.set_present(True)
