@@ -226,3 +226,13 @@ def test_a_missing_device_is_one_line(command, accelerator, tmp_path, capsys):
     there = ", ".join(devices.available())
     assert line == f"ringmaster: {key}: this machine has no device '{MISSING}'; it has {there}"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["cluster.devices=[]"], "cluster.devices=[]: name at least one device"),
+    (["cluster.devices=[cpu]", "cluster.local_workers=0"], "is for workers that this machine starts"),
+])  # fmt: skip
+def test_a_list_of_devices_without_a_use_is_refused(overrides, words, capsys):
+    assert main(["train", *overrides]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
