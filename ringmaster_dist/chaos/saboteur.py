@@ -46,8 +46,8 @@ class Saboteur:
         signal.signal(NAN, self._on_nan)
         signal.signal(DISCONNECT, self._on_disconnect)
 
-    def make_job(self, config_text: str, slot: int, target: str) -> Job:
-        job = make_job(config_text, slot, target)
+    def make_job(self, config_text: str, slot: int, target: str, device: str) -> Job:
+        job = make_job(config_text, slot, target, device)
         return replace(job, problem=_Poisoned(job.problem, self._spoil))
 
     def _spoil(self) -> bool:

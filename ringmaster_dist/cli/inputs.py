@@ -62,19 +62,17 @@ def run_profile(arguments: Namespace, overrides: list[str]) -> int:
       ringmaster profile problem=nanochat model=nanochat_d6 output=mine.json
       ringmaster simulate cluster.profile=file cluster.profile_file=mine.json
     """
-    import torch
-
+    from ringmaster_dist import devices
     from ringmaster_dist.config.compose import load
 
     config = load(["problem=nanochat", *overrides])
-    names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
-    devices = [_measure(config, name, arguments.steps) for name in names]
-    found = {"problem": config.problem.name, "model": config.model.name, "devices": devices}
+    measured = [_measure(config, name, arguments.steps) for name in devices.available()]
+    found = {"problem": config.problem.name, "model": config.model.name, "devices": measured}
     try:
         arguments.output.write_text(json.dumps(found, indent=2))
     except OSError as error:
         raise UserError(f"output={arguments.output} cannot be written ({error.strerror})") from error
-    for device in devices:
+    for device in measured:
         mean, std = 1e3 * device["seconds_mean"], 1e3 * device["seconds_std"]
         print(f"{device['device']:<8} {device['name']:<28} {mean:8.2f} ms, std {std:.2f}, "
               f"{device['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
@@ -86,6 +84,7 @@ def _measure(config: Config, device: str, steps: int) -> dict[str, Any]:
     """The seconds of a gradient on a device, as they stand in the JSON file."""
     import torch
 
+    from ringmaster_dist import devices
     from ringmaster_dist.config.build import build_layout, build_problem
 
     torch.set_num_threads(config.cluster.threads)
@@ -95,7 +94,8 @@ def _measure(config: Config, device: str, steps: int) -> dict[str, Any]:
     seconds = []
     for step in range(_WARM_UPS + steps):
         began = time.perf_counter()
-        problem.gradient(iterate, config.run.seed, 0, step)  # ends with a copy to host memory, which synchronizes
+        problem.gradient(iterate, config.run.seed, 0, step)
+        devices.synchronize(device)
         seconds.append(time.perf_counter() - began)
         if sys.stderr.isatty() and step % 10 == 0:
             print(f"\r{device}: step {step} of {_WARM_UPS + steps}", end="", file=sys.stderr)
@@ -103,7 +103,7 @@ def _measure(config: Config, device: str, steps: int) -> dict[str, Any]:
         print("\r\033[K", end="", file=sys.stderr)
     kept = seconds[_WARM_UPS:]
     tokens = config.problem.batch * config.model.sequence_len if config.problem.name == "nanochat" else 0
-    name = torch.cuda.get_device_name(device) if device != "cpu" else f"CPU, {config.cluster.threads} thread(s)"
+    name = devices.title(device) + (f", {config.cluster.threads} thread(s)" if devices.is_cpu(device) else "")
     mean = statistics.mean(kept)
     return {"device": device, "name": name, "seconds_mean": mean, "seconds_std": statistics.stdev(kept),
             "tokens_per_second": tokens / mean, "steps": steps}  # fmt: skip

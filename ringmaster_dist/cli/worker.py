@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 
 from ringmaster_dist.cli.parser import Parser, number, whole
@@ -26,6 +27,15 @@ def _server(text: str) -> str:
     return text if text.startswith("@") else server_address(text)
 
 
+def _devices(text: str) -> list[str]:
+    from ringmaster_dist import devices
+
+    names = text.split(",")
+    for name in names:
+        devices.require(name)
+    return names
+
+
 def _true_or_false(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError("write true or false")
@@ -39,6 +49,9 @@ def worker_options(parser: Parser) -> None:
                    _server)  # fmt: skip
     parser.setting("token_file=FILE", TOKEN_HELP, str, "")
     parser.setting("target=NAME", "the problem.target that it may import, if the run has one (problem=python)", str, "")
+    parser.setting("device=NAME[,...]", "where it computes, such as cuda:1 or cpu; workers=N take several in turn. "
+                   "Without it, workers take the accelerators in turn, or the CPU if there is none",
+                   _devices)  # fmt: skip
     parser.setting("tls=BOOL", "false means no encryption, for a server with server.tls=false", _true_or_false, "true")
     parser.setting("slot=N", "the place in the delay profile that sets its pace; -1 means its own id", whole(), -1)
     parser.setting("connect_seconds=S", "how long it waits for a connection", seconds, ServerConfig.connect_seconds)
@@ -61,8 +74,8 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
 
     Adds workers of this machine to the run that is served at HOST:PORT. A worker waits for a server that is not there
     yet or is away. The configuration comes from the server. Without workers= there is one worker, in this process.
-    With workers=N there are N processes, one per GPU if N is the number of GPUs. A process that dies is restarted
-    alone.
+    With workers=N there are N processes, one per accelerator if N is their number. A process that dies is restarted
+    alone. device=cuda:0,cuda:1,cpu workers=3 has two GPUs and the CPU work in one run.
 
     python -m ringmaster_dist.worker is the same command. Under torchrun it is one worker per process, but torchrun
     restarts all G when one dies. launch/worker.sh starts one torchrun agent per worker.
@@ -79,7 +92,9 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError("no token: give token_file=RUN_DIR/token or set RINGMASTER_TOKEN")
     names = ("target", "tls", "slot", "connect_seconds", "call_seconds", "patience_seconds")
     keywords = {name: getattr(arguments, name) for name in names}
+    named: list[str] = arguments.device or []
 
+    from ringmaster_dist.devices import in_turn
     from ringmaster_dist.logs import set_up_logging
     from ringmaster_dist.runtime.processes import leave
     from ringmaster_dist.runtime.supervisor import supervise_workers
@@ -87,6 +102,7 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
 
     if arguments.workers is None and arguments.restarts is None:
         set_up_logging()
-        leave(work(arguments.server, token, **keywords))
+        device = in_turn(named, int(os.environ.get("LOCAL_RANK", 0)))
+        leave(work(arguments.server, token, device=device, **keywords))
     restarts = 10 if arguments.restarts is None else arguments.restarts
-    return supervise_workers(arguments.server, token, keywords, arguments.workers or 1, restarts)
+    return supervise_workers(arguments.server, token, keywords, arguments.workers or 1, restarts, named)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
-from ringmaster_dist import __version__
+from ringmaster_dist import __version__, devices
 from ringmaster_dist.algorithm.auto import AutoThreshold
 from ringmaster_dist.algorithm.layout import ROLES, Layout, Norm
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
@@ -40,7 +40,8 @@ def rows_of(config: Config, slot: int) -> int:
 
 
 def build_problem(config: Config, device: str = "cpu", rows: int | None = None) -> Problem:
-    """The problem of a configuration. ``rows`` per gradient replaces problem.batch."""
+    """The problem of a configuration, on a device, which becomes the current one. ``rows`` replaces problem.batch."""
+    devices.select(device)
     problem = config.problem
     if problem.name == "quadratic":
         return Quadratic(problem.dim, problem.noise, problem.clip)

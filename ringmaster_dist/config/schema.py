@@ -52,6 +52,9 @@ class ClusterConfig:
     batch: list[int] | None = key(
         None, "These rows per gradient, such as [8, 4], are assigned to workers of a real NanoChat run in turn; null "
         "means problem.batch for all.", least=1)
+    devices: list[str] | None = key(
+        None, "These devices, such as [cuda:0, cuda:1, cpu], are assigned to the workers that this command starts, in "
+        "turn; null means the accelerators in turn, or the CPU.", command="train")
     threads: int = key(1, "A worker uses this many torch threads. The bits of a gradient depend on it.", least=1)
     phases: list[PhaseConfig] = key(
         [], "The speed of simulated workers changes, such as [{start_seconds: 100, rate: 0, workers: [0, 1]}].")
@@ -107,10 +110,10 @@ class ProblemConfig:
     clip: float | None = key(
         None, "A gradient with a larger Euclidean norm is scaled down to this norm; null scales none.", above=0)
     precision: str = key(
-        "auto", "The model computes in this type. auto means bf16 or fp16 with loss scaling on a GPU, fp32 on a CPU.",
+        "auto", "The model computes in this type. auto means bf16 or fp16 with loss scaling on CUDA, fp32 elsewhere.",
         one_of=("auto", "float32", "bfloat16", "float16"), only=_NANOCHAT)
     attention: str = key(
-        "auto", "Windowed layers use this attention. auto means flex attention on a GPU and SDPA on a CPU.",
+        "auto", "Windowed layers use this attention. auto means flex attention on CUDA and SDPA elsewhere.",
         one_of=("auto", "sdpa"), only=_NANOCHAT)
     compile: bool = key(False, "true compiles the model with torch.compile.", only=_NANOCHAT)
 

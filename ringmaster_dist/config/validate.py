@@ -80,6 +80,13 @@ def _check_cluster(cluster: ClusterConfig, real_time: bool) -> None:
             f"cluster.local_workers={cluster.local_workers}: between 0 and cluster.workers={cluster.workers} of them "
             "are started on this machine"
         )
+    if cluster.devices == []:
+        raise UserError("cluster.devices=[]: name at least one device, such as [cuda:0, cpu], or leave the key out")
+    if cluster.devices and cluster.local_workers == 0:
+        raise UserError(
+            f"cluster.devices=[{','.join(cluster.devices)}] is for workers that this machine starts, and "
+            "cluster.local_workers=0 starts none: give device= to each ringmaster worker"
+        )
     if cluster.profile == "none" and not real_time:
         raise UserError(f"cluster.profile=none: simulated workers need a pace, one of {', '.join(PROFILES)}")
     if cluster.times is not None and cluster.profile != "file":

@@ -106,18 +106,21 @@ def _clock() -> Finding:
 def _devices() -> Iterator[Finding]:
     import torch
 
-    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    for name in names:
+    from ringmaster_dist import devices
+
+    for name in devices.available():
         try:
             types = [t for t in (torch.float32, torch.bfloat16, torch.float16) if _computes(name, t)]
         except RuntimeError as error:
             yield Finding(name, False, f"does not compute ({str(error).splitlines()[0]}): check driver and torch build")
             continue
-        what = f"{os.cpu_count()} cores" if name == "cpu" else torch.cuda.get_device_name(name)
+        what = f"{os.cpu_count()} cores" if devices.is_cpu(name) else devices.title(name)
+        if devices.pinned(1, torch.float32, name) is not None:
+            what += ", copies into pinned host memory"
         listed = ", ".join(str(t).removeprefix("torch.") for t in types)
         yield Finding(name, torch.float32 in types, f"{what}; computes in {listed}")
-    if len(names) == 1:
-        yield Finding("gpu", True, "none that this torch can use; workers compute on the CPU")
+    if not devices.accelerators():
+        yield Finding("accelerator", True, "none that this torch can use; workers compute on the CPU")
 
 
 def _computes(device: str, dtype: object) -> bool:

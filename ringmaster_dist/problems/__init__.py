@@ -39,13 +39,13 @@ class Problem(Protocol):
         ...
 
     def initial(self, seed: int) -> torch.Tensor:
-        """The first iterate, (layout.size,)."""
+        """The first iterate, (layout.size,), in host memory."""
         ...
 
     def gradient(
         self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop = never
     ) -> tuple[torch.Tensor, float]:
-        """The gradient at the iterate for this draw, (layout.size,), and the loss there.
+        """The gradient at the iterate for this draw, (layout.size,), in host memory, and the loss there.
 
         The next call may overwrite the tensor. Raises `Interrupted` if ``stop()`` became true on the way.
         """

@@ -1,8 +1,8 @@
 """An ordinary ``nn.Module`` with its data as a problem.
 
-Its parameters are views of one flat tensor (size,), where size is the number of trained parameters. On a GPU that
-tensor belongs to the problem. On a CPU it is the snapshot itself, so a new iterate costs no copy. A gradient is copied
-once, into another flat tensor (size,).
+Its parameters are views of one flat tensor (size,), where size is the number of trained parameters. On an accelerator
+that tensor belongs to the problem. On a CPU it is the snapshot itself, so a new iterate costs no copy. A gradient is
+copied once, into another flat tensor (size,), and from an accelerator once more, into host memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringmaster_dist import randomness
+from ringmaster_dist import devices, randomness
 from ringmaster_dist.algorithm.layout import ROLES, Layout, Parameter
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted, Stop, never
@@ -99,7 +99,7 @@ class ModuleProblem:
     @cached_property
     def _evaluated(self) -> torch.Tensor:
         """The weights of an evaluation, (size,)."""
-        return self._flat if self.device.type != "cpu" else torch.empty(self._layout.size)
+        return torch.empty(self._layout.size) if devices.is_cpu(self.device) else self._flat
 
     @cached_property
     def _gradient(self) -> torch.Tensor:
@@ -111,10 +111,8 @@ class ModuleProblem:
         return list(self._layout.views(self._gradient).values())
 
     @cached_property
-    def _host_gradient(self) -> torch.Tensor:
-        """The gradient in host memory, (size,). A copy from a GPU is faster into pinned pages."""
-        pinned = self.device.type == "cuda"
-        return torch.empty(self._layout.size, pin_memory=True) if pinned else self._gradient
+    def _host_memory(self) -> devices.HostMemory:
+        return devices.HostMemory(self._layout.size, self.dtype, self.device)
 
     def _point_at(self, flat: torch.Tensor) -> None:
         """Makes the module's parameters views of ``flat``, (size,)."""
@@ -144,9 +142,7 @@ class ModuleProblem:
             factor *= min(1.0, self.clip * scale / (float(self._gradient.norm()) + 1e-6 * scale))
         if factor != 1.0:
             self._gradient.mul_(factor)
-        if self._host_gradient is not self._gradient:
-            self._host_gradient.copy_(self._gradient)
-        return self._host_gradient, loss
+        return self._host_memory.receive(self._gradient), loss
 
     def _accumulate(self, batches: Sequence[Batch], scale: float) -> float:
         """Writes the gradient times ``scale`` into its buffer, and returns the mean loss."""
@@ -193,7 +189,7 @@ class ModuleProblem:
 
     def load(self, iterate: torch.Tensor) -> None:
         """Puts the iterate, (size,), into the module, which only reads it."""
-        if self.device.type == "cpu" and iterate.dtype == self.dtype:
+        if devices.is_cpu(self.device) and iterate.dtype == self.dtype:
             self._point_at(iterate)
         else:
             self._flat.copy_(iterate)

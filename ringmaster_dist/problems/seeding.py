@@ -13,18 +13,20 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
+from ringmaster_dist import devices
+
 _LOW_32 = 0xFFFFFFFF
 _spare: list[np.random.MT19937] = []  # one is made per level of nesting
 
 
 @contextmanager
 def seeded(bits: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Seeds torch (the CPU's generator, and the device's if it is a GPU), Python's random and numpy's legacy generator.
+    """Seeds torch (the generators of the CPU and of the device), Python's random and numpy's legacy generator.
 
     It takes about 25 microseconds. Copying numpy's state would take 80 more, so the bit generator is exchanged. The
     exchange drops the second normal number that numpy keeps after an odd number of draws.
     """
-    generators = [torch.default_generator, *_of_gpu(torch.device(device))]
+    generators = devices.generators(device)
     states = [generator.get_state() for generator in generators]
     pythons, numpys = random.getstate(), mtrand.get_bit_generator()
     own = _spare.pop() if _spare else np.random.MT19937()
@@ -41,10 +43,3 @@ def seeded(bits: int, device: torch.device | str = "cpu") -> Iterator[None]:
         random.setstate(pythons)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-def _of_gpu(device: torch.device) -> list[torch.Generator]:
-    if device.type != "cuda":
-        return []
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    return [torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]]

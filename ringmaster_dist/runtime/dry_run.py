@@ -9,23 +9,24 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_core, build_method, build_problem, build_wire, rows_of
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
+from ringmaster_dist.runtime.preparation import local_devices
 from ringmaster_dist.runtime.supervisor import local_workers
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.forecast import forecast, horizon_of
-from ringmaster_dist.worker.job import device_of
 
 _LONGEST_SECONDS, _MOST_REPEATS = 5.0, 5  # limits of one measurement; its first call is not counted
 
 
 def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
     """Prints the forecast. ``initial`` are the weights that the run would begin from, or None for the problem's own."""
-    device = device_of(0)
-    problem = build_problem(config, device, rows_of(config, 0))
+    local = local_devices(config)
+    problem = build_problem(config, local[0], rows_of(config, 0))
     core = build_core(config, problem)
     iterate = core.snapshot.iterate  # (size,)
     if initial is not None:
@@ -33,25 +34,35 @@ def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
     roles = ", ".join(sorted({parameter.role for parameter in problem.parameters}))
     size = f"{core.update.layout.size:,} parameters ({roles})"
     print(f"problem: {config.problem.name}, {size}, method.eta={config.method.eta:g}")
-    gradient_seconds, update_seconds = _measure(config, problem, core, iterate)
-    print(f"one gradient: {_duration(gradient_seconds)} on {device}; one update: {_duration(update_seconds)}")
+    gradient_seconds = {}  # by type of device
+    for device in devices.one_of_each_type(local):
+        slot = local.index(device)
+        tried = problem if slot == 0 else build_problem(config, device, rows_of(config, slot))
+        tried.bind(core.update.layout)
+        gradient_seconds[torch.device(device).type] = _gradient_seconds(config, tried, iterate)
+    update_seconds = _update_seconds(config, problem, core, iterate)
+    measured = ", ".join(f"{_duration(seconds)} on {kind}" for kind, seconds in gradient_seconds.items())
+    print(f"one gradient: {measured}; one update: {_duration(update_seconds)}")
     _say_evaluation(config, problem, iterate)
-    _say_rates(config, core, device, gradient_seconds, update_seconds)
+    _say_rates(config, core, _worker_seconds(config, local, gradient_seconds), update_seconds)
     return 0
 
 
-def _measure(config: Config, problem: Problem, core: ServerCore, iterate: torch.Tensor) -> tuple[float, float]:
-    """Seconds of one gradient and of one update, each with the threads that it would have."""
-    seed = config.run.seed
+def _gradient_seconds(config: Config, problem: Problem, iterate: torch.Tensor) -> float:
+    """Seconds of one gradient, with the threads of a worker. It ends in host memory, so the device has finished."""
     torch.set_num_threads(config.cluster.threads)
-    gradient_seconds = _seconds(lambda repeat: problem.gradient(iterate, seed, 0, repeat))
-    gradient = problem.gradient(iterate, seed, 0, 0)[0].to(core.gradient_dtype)  # (size,)
+    return _seconds(lambda repeat: problem.gradient(iterate, config.run.seed, 0, repeat))
+
+
+def _update_seconds(config: Config, problem: Problem, core: ServerCore, iterate: torch.Tensor) -> float:
+    """Seconds of one update, with the threads of the server."""
+    torch.set_num_threads(config.cluster.threads)
+    gradient = problem.gradient(iterate, config.run.seed, 0, 0)[0].to(core.gradient_dtype)  # (size,)
     torch.set_num_threads(config.server.compute_threads)
     spare = torch.empty_like(iterate)
-    update_seconds = _seconds(
+    return _seconds(
         lambda repeat: core.update.apply(iterate, core.momentum, gradient, eta=1e-12, alpha=0.05, out=spare)
     )
-    return gradient_seconds, update_seconds
 
 
 def _say_evaluation(config: Config, problem: Problem, iterate: torch.Tensor) -> None:
@@ -63,10 +74,12 @@ def _say_evaluation(config: Config, problem: Problem, iterate: torch.Tensor) -> 
     print(f"one evaluation: {_duration(seconds)}, {often}" + (f" ({shown} at the beginning)" if shown else ""))
 
 
-def _say_rates(config: Config, core: ServerCore, device: str, gradient_seconds: float, update_seconds: float) -> None:
-    """Prints the forecast of updates per second, of the network, and of the end of the budget."""
+def _say_rates(config: Config, core: ServerCore, times: list[float], update_seconds: float) -> None:
+    """Prints the forecast of updates per second, of the network, and of the end of the budget.
+
+    ``times`` are the seconds per gradient of each worker.
+    """
     cluster, budget = config.cluster, config.budget
-    times = _worker_seconds(config, device, gradient_seconds)
     played = forecast(
         times, build_method(config), jitter=cluster.jitter if cluster.profile != "none" else 0.0,
         interrupt=config.method.interrupt, horizon_seconds=horizon_of(times), seed=config.run.seed,
@@ -94,14 +107,22 @@ def _say_rates(config: Config, core: ServerCore, device: str, gradient_seconds: 
     print(f"budget: used up after about {min(ends):,.0f} s" if ends else "budget: no update would be made")
 
 
-def _worker_seconds(config: Config, device: str, gradient_seconds: float) -> list[float]:
-    """Seconds per gradient of each worker. Workers on this machine share its cores if they compute on the CPU."""
+def _worker_seconds(config: Config, local: list[str], gradient_seconds: Mapping[str, float]) -> list[float]:
+    """Seconds per gradient of each worker. Workers on this machine share its cores if they compute on the CPU.
+
+    Workers elsewhere are taken to have the same devices as those here.
+    """
     cluster = config.cluster
     paces = cluster_seconds(cluster, cluster.workers) if cluster.profile != "none" else [0.0] * cluster.workers
-    wanted = [max(pace, gradient_seconds) for pace in paces]
-    demand = cluster.threads * sum(gradient_seconds / seconds for seconds in wanted[: local_workers(config)])
-    crowding = max(1.0, demand / (os.cpu_count() or 1)) if device == "cpu" else 1.0
-    return [max(float(pace), gradient_seconds * crowding) for pace in paces]
+    kinds = [torch.device(devices.in_turn(local, slot)).type for slot in range(cluster.workers)]
+    own = [gradient_seconds[kind] for kind in kinds]
+    here = range(local_workers(config))
+    demand = cluster.threads * sum(own[i] / max(paces[i], own[i]) for i in here if kinds[i] == devices.CPU)
+    crowding = max(1.0, demand / (os.cpu_count() or 1))
+    return [
+        max(float(pace), seconds * (crowding if kind == devices.CPU else 1.0))
+        for pace, seconds, kind in zip(paces, own, kinds, strict=True)
+    ]
 
 
 def _seconds(work: Callable[[int], object]) -> float:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 from rich.console import Console
 
+from ringmaster_dist import devices
 from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import measured_times
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.secret import servers_token
+from ringmaster_dist.errors import Mistake
 from ringmaster_dist.observe.console import ProgressLine
 from ringmaster_dist.observe.records import Summary
 from ringmaster_dist.observe.run_directory import RunDirectory
@@ -46,6 +48,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
     _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
     _refuse_plain_text(config)
+    _refuse_missing_devices(config)
     token = servers_token()
     if resumed:
         directory = _reopened(config, Path(resumed), token, asked="resume=auto" not in overrides)
@@ -105,6 +108,7 @@ def prepare_dry_run(overrides: list[str]) -> tuple[Config, Tensors | None]:
     config = to_typed(compose(overrides, "train"), real_time=True)
     _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
+    _refuse_missing_devices(config)
     return config, _rehearsed(config)
 
 
@@ -115,10 +119,28 @@ def _rehearsed(config: Config) -> Tensors | None:
 
 
 def _try(config: Config) -> None:
-    """Prepares the data, and computes one gradient and one evaluation with the user's code."""
+    """Prepares the data, and computes one gradient and one evaluation with the user's code.
+
+    It does so on each type of device that the workers here will have.
+    """
     if config.problem.name == "nanochat":
         prepare_data(config)
-    rehearse(config, device_of(0))
+    for device in devices.one_of_each_type(local_devices(config)):
+        rehearse(config, device)
+
+
+def local_devices(config: Config) -> list[str]:
+    """The devices of the workers on this machine, by slot. The first is there even if no worker is started here."""
+    wanted = config.cluster.devices or ()
+    return [device_of(slot, devices.in_turn(wanted, slot)) for slot in range(max(1, local_workers(config)))]
+
+
+def _refuse_missing_devices(config: Config) -> None:
+    for name in config.cluster.devices or ():
+        try:
+            devices.require(name)
+        except Mistake as error:
+            raise UserError(f"cluster.devices=[{','.join(config.cluster.devices or ())}]: {error}") from error
 
 
 def _refuse_what_only_a_simulation_can(config: Config) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_layout, build_problem
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.own_code import reported_once
@@ -19,7 +20,7 @@ from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.server import weights
 
-_ROUNDING = 1e-3  # relative to the largest entry; a GPU does not always sum in the same order
+_ROUNDING = 1e-3  # relative to the largest entry; an accelerator does not always sum in the same order
 
 
 def rehearse(config: Config, device: str = "cpu") -> None:
@@ -33,8 +34,7 @@ def rehearse(config: Config, device: str = "cpu") -> None:
     finally:
         torch.set_num_threads(threads)
         gc.collect()
-        if device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        devices.empty_cache(device)
 
 
 def _rehearse(config: Config, device: str) -> None:
@@ -68,7 +68,7 @@ def _rehearse(config: Config, device: str) -> None:
             f"problem.target={target}: the gradient of worker 0 at the initial iterate is not finite: the server does "
             "not accept such gradients"
         )
-    if float(first_loss) != float(second_loss) or not _is_same(first, second.detach(), exact=device == "cpu"):
+    if float(first_loss) != float(second_loss) or not _is_same(first, second.detach(), exact=devices.is_cpu(device)):
         _warn(
             f"problem.target={target}: the gradient is not a function of its arguments: computed twice with the same "
             "arguments it differs, so ringmaster replay will not give the same bits"
@@ -96,6 +96,10 @@ def _check_tensor(target: str, what: str, tensor: object, size: int, problem: Pr
         raise UserError(f"problem.target={target}: {what} is of type {type(tensor).__name__}: {expected}")
     if tuple(tensor.shape) != (size,) or tensor.dtype != problem.dtype:
         raise UserError(f"problem.target={target}: {what} is {tuple(tensor.shape)} {tensor.dtype}: {expected}")
+    if not devices.is_cpu(tensor.device):
+        raise UserError(
+            f"problem.target={target}: {what} is on {tensor.device}: it has to be in host memory, such as tensor.cpu()"
+        )
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor, *, exact: bool) -> bool:

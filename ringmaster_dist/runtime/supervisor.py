@@ -6,11 +6,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringmaster_dist.config.errors import exit_code_of
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.devices import in_turn
 from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.runtime.processes import (
@@ -71,9 +72,9 @@ def supervise(
                 server.terminate()
                 return server.exit_code or 1
             where = f"@{directory.path.resolve() / 'address'}"  # a restarted server may listen elsewhere
-            arguments = worker_arguments(config)
+            token = directory.read("token")
             workers = [
-                SupervisedProcess(f"worker-slot-{slot}", work, where, directory.read("token"), slot, arguments)
+                SupervisedProcess(f"worker-slot-{slot}", work, where, token, slot, worker_arguments(config, slot))
                 for slot in range(local_workers(config))
             ]
             while not (asked() or failure or server.exit_code in (0, MISTAKE)):
@@ -122,17 +123,25 @@ def local_workers(config: Config) -> int:
     return cluster.workers if cluster.local_workers is None else cluster.local_workers
 
 
-def worker_arguments(config: Config) -> dict[str, Any]:
-    """How a worker connects, how long it waits, and which user code it may import."""
+def worker_arguments(config: Config, slot: int) -> dict[str, Any]:
+    """How a worker connects, how long it waits, where it computes, and which user code it may import."""
     names = ("tls", "connect_seconds", "call_seconds", "patience_seconds")
-    return {"target": config.problem.target or "", **{name: getattr(config.server, name) for name in names}}
+    own = {"target": config.problem.target or "", "device": in_turn(config.cluster.devices or (), slot)}
+    return {**own, **{name: getattr(config.server, name) for name in names}}
 
 
-def supervise_workers(server: str, token: str, keywords: dict[str, Any], workers: int, restarts: int) -> int:
-    """Runs workers of a server elsewhere until all have ended. Returns the worst exit code."""
+def supervise_workers(
+    server: str, token: str, keywords: dict[str, Any], workers: int, restarts: int, devices: Sequence[str]
+) -> int:
+    """Runs workers of a server elsewhere until all have ended. They take the devices in turn, or any if none is given.
+
+    Returns the worst exit code.
+    """
     prepare_fork_server()
     processes = [
-        SupervisedProcess(f"worker-{index}", _work_elsewhere, index, server, token, keywords, most_restarts=restarts)
+        SupervisedProcess(
+            f"worker-{index}", _work_elsewhere, index, server, token, keywords, devices, most_restarts=restarts
+        )
         for index in range(workers)
     ]
     try:
@@ -150,11 +159,13 @@ def supervise_workers(server: str, token: str, keywords: dict[str, Any], workers
     return max(process.last_code or 0 for process in processes)
 
 
-def _work_elsewhere(name: str, index: int, server: str, token: str, keywords: dict[str, Any]) -> None:
+def _work_elsewhere(
+    name: str, index: int, server: str, token: str, keywords: dict[str, Any], devices: Sequence[str]
+) -> None:
     """The body of a worker's process whose server is on another machine."""
     from ringmaster_dist.worker.process import work
 
     become(name)
     set_up_logging()
-    os.environ["LOCAL_RANK"] = str(index)  # chooses the GPU of this worker
-    leave(work(server, token, **keywords))
+    os.environ["LOCAL_RANK"] = str(index)  # chooses the accelerator of this worker, if device= was not given
+    leave(work(server, token, device=in_turn(devices, index), **keywords))

@@ -59,7 +59,8 @@ def _serve(argv: list[str], workers: int, rendezvous: Rendezvous) -> int:
     token = directory.read("token")
 
     def announce(address: str) -> None:
-        rendezvous.publish({"server": {"address": address, "token": token, "arguments": worker_arguments(config)}})
+        arguments = [worker_arguments(config, slot) for slot in range(workers)]
+        rendezvous.publish({"server": {"address": address, "token": token, "arguments": arguments}})
 
     with stop_signals() as asked:
         serve(config, config_text, directory, token, announce=announce, should_stop=asked)
@@ -88,7 +89,7 @@ def _work(rank: int, rendezvous: Rendezvous) -> int:
     # The address is read at every attempt to connect, because a restarted server may listen elsewhere.
     return work(
         lambda: str(rendezvous.known()["server"].get("address", server["address"])), server["token"], slot=rank - 1,
-        **server["arguments"],
+        **server["arguments"][rank - 1],
     )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def _work_elsewhere(argv: list[str], rank: int) -> int:
             "rank 0's machine, and the token by RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN"
         )
     where = joined(config.server.host, config.server.port)
-    return work(where, token, slot=rank - 1, **worker_arguments(config))
+    return work(where, token, slot=rank - 1, **worker_arguments(config, rank - 1))
 
 
 class Rendezvous:

@@ -133,9 +133,13 @@ def _apply(core: ServerCore, member: Member) -> None:
 
 
 def _why_different(config: Config, wire: Codec, computed: _Computed) -> str:
-    """Why a replay may find other bits: the gradient, or the factory, does not repeat. Empty if both repeat."""
+    """Why a replay may find other bits: the gradient, or the factory, does not repeat, or the workers were others."""
     torch.set_num_threads(config.cluster.threads)  # as the workers
-    return _gradient_twice(config, wire, computed) + _factory_twice(config, computed.problem)
+    found = _gradient_twice(config, wire, computed) + _factory_twice(config, computed.problem)
+    return found or (
+        "; the replay computes on this CPU, and workers on an accelerator, on another kind of CPU or with another "
+        "torch give other bits"
+    )
 
 
 def _gradient_twice(config: Config, wire: Codec, computed: _Computed) -> str:

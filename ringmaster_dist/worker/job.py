@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_fingerprint, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
+from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.wire import Codec
 
@@ -20,6 +22,7 @@ class Job:
     """What one worker computes, and how it sends the result."""
 
     problem: Problem
+    device: str
     fingerprint: str
     seed: int
     base_seconds: float | None  # per gradient, when pacing
@@ -28,8 +31,11 @@ class Job:
     wire: Codec
 
 
-def make_job(config_text: str, slot: int, target: str = "") -> Job:
-    """``target`` is the only problem.target that this worker may import. Raises UserError for another."""
+def make_job(config_text: str, slot: int, target: str = "", device: str = "") -> Job:
+    """``target`` is the only problem.target that this worker may import. ``device`` is where it computes, "" for any.
+
+    Raises UserError for another target, and for a device that this machine does not have.
+    """
     config = from_yaml(config_text)
     if config.problem.name == "python" and config.problem.target != target:
         wanted = config.problem.target
@@ -39,7 +45,8 @@ def make_job(config_text: str, slot: int, target: str = "") -> Job:
             f"its user allows: add target={wanted}"
         )
     torch.set_num_threads(config.cluster.threads)  # several workers share a machine; bits depend on this number
-    problem = build_problem(config, device_of(slot), rows_of(config, slot))
+    device = device_of(slot, device)
+    problem = build_problem(config, device, rows_of(config, slot))
     cluster = config.cluster
     pace = None
     if cluster.profile != "none":
@@ -47,6 +54,7 @@ def make_job(config_text: str, slot: int, target: str = "") -> Job:
     layout = build_layout(config, problem)
     return Job(
         problem=problem,
+        device=device,
         fingerprint=build_fingerprint(layout, problem),
         seed=config.run.seed,
         base_seconds=pace,
@@ -56,7 +64,15 @@ def make_job(config_text: str, slot: int, target: str = "") -> Job:
     )
 
 
-def device_of(slot: int) -> str:
-    """A GPU if there is one: that of the rank under torchrun, else they take turns by slot."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', slot)) % count}" if count else "cpu"
+def device_of(slot: int, wanted: str = "") -> str:
+    """The device of a worker. Without a wish, workers take the accelerators in turn, or the CPU if there is none.
+
+    Under torchrun the local rank counts, else the slot. Raises UserError if this machine does not have the device.
+    """
+    if wanted:
+        try:
+            devices.require(wanted)
+        except Mistake as error:
+            raise UserError(f"device={wanted}: {error}") from error
+        return wanted
+    return devices.in_turn(devices.accelerators() or [devices.CPU], int(os.environ.get("LOCAL_RANK", slot)))

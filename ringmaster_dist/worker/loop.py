@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from ringmaster_dist import randomness
+from ringmaster_dist import devices, randomness
 from ringmaster_dist.config.build import explain_difference
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted
@@ -96,7 +96,7 @@ class Worker:
         except Exception:
             self._insist(lambda c: c.leave(welcome.session))  # so that the server does not wait for it
             raise
-        log.info("worker-%d joined", welcome.worker_id)
+        log.info("worker-%d joined and computes on %s", welcome.worker_id, job.device)
         self._interruptions = Interruptions()
         return self._compute(job, welcome)
 
@@ -120,6 +120,7 @@ class Worker:
                 reply = self._fetch(session, snapshot)
             else:
                 gradient, loss = computed
+                self._refuse_device_memory(session, snapshot, gradient)
                 packed = job.wire.encode_gradient(gradient)
                 push = Push(sequence, snapshot.version, packed, float(loss), seconds, snapshot.term)
                 reply = self._push(session, push)
@@ -157,6 +158,16 @@ class Worker:
             self._insist(lambda c: c.leave(session))  # so that the server does not wait for it
             what = str(error) if is_mistake else f"{type(error).__name__}: {error}"
             raise Failed(f"the gradient at version {snapshot.version} could not be computed: {what}") from error
+
+    def _refuse_device_memory(self, session: str, snapshot: Snapshot, gradient: torch.Tensor) -> None:
+        """Raises `Failed` for a gradient that the transport cannot send. Without this, each push would look lost."""
+        if devices.is_cpu(gradient.device):
+            return
+        self._insist(lambda c: c.leave(session))
+        raise Failed(
+            f"the gradient at version {snapshot.version} is on {gradient.device}, and only host memory can be sent: "
+            "the problem has to return it there, as gradient.cpu() does"
+        )
 
     def _fetch(self, session: str, known: Snapshot) -> Reply:
         return self._insist(lambda c: c.fetch(session, known.term, known.version, self._interruptions))

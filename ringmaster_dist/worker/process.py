@@ -18,10 +18,12 @@ from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker
 
 def work(
     server: str | Callable[[], str], token: str, make: Callable[..., Job] = make_job, /, *, slot: int = -1,
-    tls: bool = True, target: str = "", connect_seconds: float, call_seconds: float, patience_seconds: float,
+    tls: bool = True, target: str = "", device: str = "", connect_seconds: float, call_seconds: float,
+    patience_seconds: float,
 ) -> int:  # fmt: skip
     """Works until the run is over, and returns the exit code.
 
+    ``target`` and ``device`` are those of `make_job`.
     ``server`` is HOST:PORT, or @FILE for a file with it, or a function that returns it. The file is read, and the
     function is called, at every attempt to connect, because a server that restarts may have another address.
     """
@@ -34,7 +36,8 @@ def work(
         where = _where(server) if isinstance(server, str) else server()
         return Client(where, token=token, tls=tls, connect_seconds=connect_seconds, call_seconds=call_seconds)
 
-    worker = Worker(connect, partial(make, target=target), token=token, slot=slot, patience_seconds=patience_seconds)
+    make = partial(make, target=target, device=device)
+    worker = Worker(connect, make, token=token, slot=slot, patience_seconds=patience_seconds)
     try:
         worker.run()
     except Refused as error:

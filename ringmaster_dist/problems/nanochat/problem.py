@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.problems.nanochat.model import IGNORED, NanoChat, NanoChatConfig
 from ringmaster_dist.problems.nanochat.rows import Rows
 from ringmaster_dist.problems.nanochat.tokenizer import SPECIALS
+from ringmaster_dist.problems.seeding import seeded
 
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # of autocast
 _FP16_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
@@ -48,15 +51,14 @@ class NanoChatProblem(ModuleProblem):
         compiled: bool = False,
         clip: float | None = None,
     ) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             model = NanoChat(config)
         self.config, self.rows, self.model = config, rows, model
         self._batch, self._micro_batch = batch, micro_batch or batch
         self.validation_rows, self._final_tokens = validation_rows, final_tokens
-        on_gpu = torch.device(device).type == "cuda"
-        model.flex = on_gpu and attention == "auto"  # flex attention computes no gradients on a CPU
-        self._precision = _precision(precision, on_gpu)
+        on_cuda = torch.device(device).type == "cuda"
+        model.flex = on_cuda and attention == "auto"  # flex attention computes gradients on CUDA devices only
+        self._precision = _precision(precision, on_cuda)
         super().__init__(
             model,
             self._draw,
@@ -84,9 +86,9 @@ class NanoChatProblem(ModuleProblem):
     def _on_device(self, rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(rows.astype(np.int64)).to(self.device)
 
-    def _autocast(self) -> torch.autocast:
+    def _autocast(self) -> AbstractContextManager[Any]:
         dtype = DTYPES[self._precision]
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     @property
     def final_rows(self) -> int:
@@ -129,10 +131,10 @@ class NanoChatProblem(ModuleProblem):
         return {"loss": loss, "bits_per_byte": nats / (math.log(2.0) * max(1, num_bytes))}
 
 
-def _precision(wish: str, on_gpu: bool) -> str:
-    """``auto`` is bf16 on a GPU that has it, fp16 with loss scaling on another GPU, and fp32 on a CPU."""
+def _precision(wish: str, on_cuda: bool) -> str:
+    """``auto`` is bf16 on a CUDA device that has it, fp16 with loss scaling on another one, and fp32 elsewhere."""
     if wish != "auto":
         return wish
-    if not on_gpu:
+    if not on_cuda:
         return "float32"
     return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
