@@ -51,7 +51,8 @@ def run(quick: bool, as_json: bool) -> None:
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         print("exchange: the links between two machines need root and iproute2, and were left out", file=sys.stderr)
         return
-    rows = [row for name in _RATES for row in between_machines(name, size, rounds=1 if quick else 4)]
+    names = list(_RATES)[-1:] if quick else list(_RATES)
+    rows = [row for name in names for row in between_machines(name, size, rounds=1 if quick else 4)]
     show("exchange", _LINK_COLUMNS, rows, as_json)
 
 
