@@ -88,7 +88,8 @@ def serve(
 ) -> None:
     """Serves until the process is ended. Without ``updates`` nothing is computed."""
     from ringmaster_dist.server.core import ServerCore
-    from ringmaster_dist.server.service import NoJournal, Service, Settings
+    from ringmaster_dist.server.outlets import NoJournal
+    from ringmaster_dist.server.service import Service, Settings
     from ringmaster_dist.transport.host import Host
     from ringmaster_dist.transport.process_settings import return_memory
 

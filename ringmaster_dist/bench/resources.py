@@ -35,7 +35,8 @@ from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.problems.nanochat.model import NanoChat, NanoChatConfig
 from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest, Push, Receipt, Snapshot, Verdict
 from ringmaster_dist.server.core import ServerCore
-from ringmaster_dist.server.service import NoJournal, Service, Settings
+from ringmaster_dist.server.outlets import NoJournal
+from ringmaster_dist.server.service import Service, Settings
 
 _MODEL = ["problem=nanochat", "model=nanochat_d6", "model.sequence_len=256", "problem.batch=1", "data=stdlib",
           "problem.validation_rows=1", "cluster.workers=2", "cluster.profile=none", "checkpoint.every=null",

@@ -26,11 +26,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from ringmaster_dist.algorithm.methods import Change
 from ringmaster_dist.protocol import (
     Interruptions,
     JoinRequest,
@@ -49,6 +47,7 @@ from ringmaster_dist.server.leases import Leases
 from ringmaster_dist.server.life import Life
 from ringmaster_dist.server.members import Member, Members
 from ringmaster_dist.server.meter import Measurements, Meter, WorkerMeasurements
+from ringmaster_dist.server.outlets import Checkpointing, Journal, NoCheckpoints
 from ringmaster_dist.server.publisher import Publisher
 from ringmaster_dist.server.waiting import Waiting
 from ringmaster_dist.wire import Wire
@@ -56,60 +55,6 @@ from ringmaster_dist.wire import Wire
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05
-
-
-class Journal(Protocol):
-    """Records everything that a replay needs, in order, under the lock. Only `mark` may raise."""
-
-    def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None: ...
-
-    def membership(self, worker: int, event: str, pushes: int, slot: int) -> None: ...
-
-    def change(self, time: float, change: Change) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def mark(self) -> dict[str, int]:
-        """Returns the sizes of its files with every record so far in them. Raises OSError if it cannot write."""
-        ...
-
-
-class NoJournal:
-    """Records nothing, for measurements of a service by itself."""
-
-    def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None: ...
-
-    def membership(self, worker: int, event: str, pushes: int, slot: int) -> None: ...
-
-    def change(self, time: float, change: Change) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def mark(self) -> dict[str, int]:
-        return {}
-
-
-class Checkpointing(Protocol):
-    """Says when a checkpoint is due, and writes it. Nothing here is called under the lock, except `due`."""
-
-    def due(self, version: int) -> bool: ...
-
-    def submit(self, state: CheckpointState) -> None:
-        """Returns at once."""
-        ...
-
-    def write_last(self, state: CheckpointState) -> None:
-        """Returns when the state is on the disk, or when it is clear that it cannot be written."""
-        ...
-
-
-class NoCheckpoints:
-    def due(self, version: int) -> bool:
-        return False
-
-    def submit(self, state: CheckpointState) -> None: ...
-
-    def write_last(self, state: CheckpointState) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinReques
 from ringmaster_dist.server.admission import Admission
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.leases import Leases
+from ringmaster_dist.server.outlets import NoCheckpoints
 from ringmaster_dist.server.publisher import Publisher
-from ringmaster_dist.server.service import NoCheckpoints, Service, Settings
+from ringmaster_dist.server.service import Service, Settings
 from ringmaster_dist.wire import Wire
 
 LAYOUT = Layout([Parameter("w", (2, 3))], GEOMETRY_MAPS["muon"])
