@@ -11,29 +11,36 @@ import threading
 
 import torch
 
+from ringmaster_dist import devices
+
 _count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Buffers:
-    """Flat tensors of shape (size,) and one dtype. Any thread may call this."""
+    """Flat tensors of shape (size,) and one dtype, in host memory. Any thread may call this."""
 
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self._size, self._dtype = size, dtype
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str = devices.CPU) -> None:
+        """If ``device`` can copy by itself into page-locked memory, the memory is page-locked."""
+        self._size, self._dtype, self._device = size, dtype, device
         self._all: list[tuple[torch.UntypedStorage, int]] = []  # each with its count while only this list refers to it
         self._lock = threading.Lock()
 
     def take(self) -> torch.Tensor:
         """Returns a tensor with undefined content. It belongs to the caller until the last reference to it is gone."""
         if _count is None:
-            return torch.empty(self._size, dtype=self._dtype)
+            return self._allocated()
         with self._lock:
             for storage, idle in self._all:
                 if _count(storage._cdata) == idle:
                     return torch.empty(0, dtype=self._dtype).set_(storage)
-            tensor = torch.empty(self._size, dtype=self._dtype)
+            tensor = self._allocated()
             storage = tensor.untyped_storage()
             self._all.append((storage, _count(storage._cdata) - 1))  # minus the tensor that is returned
             return tensor
+
+    def _allocated(self) -> torch.Tensor:
+        memory = devices.pinned(self._size, self._dtype, self._device)
+        return torch.empty(self._size, dtype=self._dtype) if memory is None else memory
 
     def __len__(self) -> int:
         return len(self._all)

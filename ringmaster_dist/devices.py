@@ -1,4 +1,4 @@
-"""The devices that gradients are computed on: the CPU, and whatever accelerator this torch knows (cuda, xpu, mps, ...).
+"""The devices that gradients and updates are computed on: the CPU, and the accelerators that this torch knows.
 
 Every question about a device is asked here, through `torch.accelerator` and the device's own module. A device is named
 as torch names it, such as ``cpu`` or ``cuda:0``.
@@ -7,6 +7,7 @@ as torch names it, such as ``cpu`` or ``cuda:0``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -63,9 +64,22 @@ def title(device: torch.device | str) -> str:
     return torch.device(device).type if name_of is None else str(name_of(device))
 
 
-def synchronize(device: torch.device | str) -> None:
-    """Blocks until the device has finished everything that was started on it."""
-    if not is_cpu(device):
+def own_stream(device: torch.device | str) -> AbstractContextManager[Any]:
+    """Within it, what this thread starts on the device does not wait for what other threads have started there."""
+    if is_cpu(device) or not hasattr(_module(device), "Stream"):
+        return nullcontext()
+    stream: AbstractContextManager[Any] = _module(device).stream(_module(device).Stream(device))
+    return stream
+
+
+def finish(device: torch.device | str) -> None:
+    """Blocks until the device has finished what this thread has started on it, in the thread's current stream."""
+    if is_cpu(device):
+        return
+    module = _module(device)
+    if hasattr(module, "current_stream"):
+        module.current_stream(device).synchronize()
+    else:
         torch.accelerator.synchronize(device)
 
 
@@ -118,7 +132,7 @@ class HostMemory:
             return tensor
         self._memory.copy_(tensor, non_blocking=self._is_pinned)  # on the current stream, after the computation
         if self._is_pinned:
-            synchronize(self._device)  # copy_ has returned before the bytes are there
+            finish(self._device)  # copy_ has returned before the bytes are there
         return self._memory
 
 

@@ -53,7 +53,7 @@ class Update:
         self.nesterov = nesterov
         self.orthogonalization = orthogonalization
         self._coefficients = oracles.COEFFICIENTS.get(orthogonalization)
-        device = torch.device(device)
+        self.device = device = torch.device(device)
         largest = max(min(b.size, _PIECE) if b.geometry == "none" else b.size for b in layout.blocks)
         self._scratch = torch.empty(largest, dtype=dtype, device=device)
         self._wide: torch.Tensor | None = None  # for gradients of a shorter type, (largest,)

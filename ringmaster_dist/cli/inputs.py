@@ -95,7 +95,7 @@ def _measure(config: Config, device: str, steps: int) -> dict[str, Any]:
     for step in range(_WARM_UPS + steps):
         began = time.perf_counter()
         problem.gradient(iterate, config.run.seed, 0, step)
-        devices.synchronize(device)
+        devices.finish(device)
         seconds.append(time.perf_counter() - began)
         if sys.stderr.isatty() and step % 10 == 0:
             print(f"\r{device}: step {step} of {_WARM_UPS + steps}", end="", file=sys.stderr)

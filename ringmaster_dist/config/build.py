@@ -199,12 +199,15 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-def build_core(config: Config, problem: Problem, run: Path | None = None) -> ServerCore:
-    """The server core at the beginning of a run. With ``init``, its weights are in the run's directory."""
+def build_core(
+    config: Config, problem: Problem, run: Path | None = None, device: torch.device | str = "cpu"
+) -> ServerCore:
+    """The server core at the beginning of a run, on a device. With ``init``, its weights are in the run's directory."""
     layout = build_layout(config, problem)
     update = Update(
         layout,
         dtype=problem.dtype,
+        device=device,
         nesterov=config.method.nesterov,
         orthogonalization=config.geometry.orthogonalization,
         precision=_dtype(config.geometry.precision),

@@ -265,6 +265,9 @@ class ServerConfig:
     lease_seconds: float = key(10.0, "A worker that is silent for longer than this loses its lease.", above=0)
     max_invalid: int = key(10, "A worker that sends this many invalid gradients in a row is evicted.", least=1)
     threads: int = key(16, "This many threads answer workers' calls.", least=2)
+    device: str = key(
+        "auto", "Updates are computed here, such as on cuda:0. auto takes the first accelerator that no worker of this "
+        "command uses, or the CPU if there is none.", command="train")
     compute_threads: int = key(1, "An update uses this many torch threads. Its bits depend on it.", least=1)
     connect_seconds: float = key(10.0, "A worker waits this long for a connection.", above=0)
     call_seconds: float = key(

@@ -60,6 +60,7 @@ class Term(NamedTuple):
     term: int
     version: int
     pushes: int
+    device: str = "cpu"  # that its updates were computed on
 
 
 @dataclass

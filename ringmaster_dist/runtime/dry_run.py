@@ -14,8 +14,7 @@ from ringmaster_dist.config.build import build_core, build_method, build_problem
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
-from ringmaster_dist.runtime.preparation import local_devices
-from ringmaster_dist.runtime.supervisor import local_workers
+from ringmaster_dist.runtime.placement import local_devices, local_workers, servers_device
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.forecast import forecast, horizon_of
@@ -27,8 +26,9 @@ def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
     """Prints the forecast. ``initial`` are the weights that the run would begin from, or None for the problem's own."""
     local = local_devices(config)
     problem = build_problem(config, local[0], rows_of(config, 0))
-    core = build_core(config, problem)
-    iterate = core.snapshot.iterate  # (size,)
+    where = servers_device(config)
+    core = build_core(config, problem, device=where)
+    iterate = core.snapshot.iterate.cpu()  # (size,)
     if initial is not None:
         iterate = weights.flat(initial, core.update.layout, problem.dtype)
     roles = ", ".join(sorted({parameter.role for parameter in problem.parameters}))
@@ -42,7 +42,7 @@ def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
         gradient_seconds[torch.device(device).type] = _gradient_seconds(config, tried, iterate)
     update_seconds = _update_seconds(config, problem, core, iterate)
     measured = ", ".join(f"{_duration(seconds)} on {kind}" for kind, seconds in gradient_seconds.items())
-    print(f"one gradient: {measured}; one update: {_duration(update_seconds)}")
+    print(f"one gradient: {measured}; one update: {_duration(update_seconds)} on {where}")
     _say_evaluation(config, problem, iterate)
     _say_rates(config, core, _worker_seconds(config, local, gradient_seconds), update_seconds)
     return 0
@@ -59,10 +59,13 @@ def _update_seconds(config: Config, problem: Problem, core: ServerCore, iterate:
     torch.set_num_threads(config.cluster.threads)
     gradient = problem.gradient(iterate, config.run.seed, 0, 0)[0].to(core.gradient_dtype)  # (size,)
     torch.set_num_threads(config.server.compute_threads)
-    spare = torch.empty_like(iterate)
-    return _seconds(
-        lambda repeat: core.update.apply(iterate, core.momentum, gradient, eta=1e-12, alpha=0.05, out=spare)
-    )
+    gradient, spare = gradient.to(core.update.device), torch.empty_like(core.momentum)
+
+    def update(repeat: int) -> None:
+        core.update.apply(core.snapshot.iterate, core.momentum, gradient, eta=1e-12, alpha=0.05, out=spare)
+        devices.finish(core.update.device)
+
+    return _seconds(update)
 
 
 def _say_evaluation(config: Config, problem: Problem, iterate: torch.Tensor) -> None:

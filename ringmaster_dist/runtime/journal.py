@@ -100,5 +100,5 @@ def _sample(problem: Problem, core: ServerCore) -> str:
 
     assert isinstance(problem, NanoChatProblem)
     tokenizer = problem.rows.tokenizer()
-    problem.load(core.snapshot.iterate)
+    problem.load(core.snapshot.iterate.cpu())
     return tokenizer.decode(list(generate(problem.model, [BOS], _SAMPLE_TOKENS)))

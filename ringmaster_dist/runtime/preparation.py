@@ -18,15 +18,13 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import measured_times
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.secret import servers_token
-from ringmaster_dist.errors import Mistake
 from ringmaster_dist.observe.console import ProgressLine
 from ringmaster_dist.observe.records import Summary
 from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.runtime.placement import local_devices, local_workers, refuse_missing_devices
 from ringmaster_dist.runtime.rehearsal import rehearse
 from ringmaster_dist.runtime.saved_weights import Tensors, chosen_weights, write_initial
-from ringmaster_dist.runtime.supervisor import local_workers
 from ringmaster_dist.transport.addresses import elsewhere, is_loopback
-from ringmaster_dist.worker.job import device_of
 
 if TYPE_CHECKING:
     from ringmaster_dist.problems.nanochat.rows import Rows
@@ -48,7 +46,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
     _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
     _refuse_plain_text(config)
-    _refuse_missing_devices(config)
+    refuse_missing_devices(config)
     token = servers_token()
     if resumed:
         directory = _reopened(config, Path(resumed), token, asked="resume=auto" not in overrides)
@@ -108,7 +106,7 @@ def prepare_dry_run(overrides: list[str]) -> tuple[Config, Tensors | None]:
     config = to_typed(compose(overrides, "train"), real_time=True)
     _refuse_what_only_a_simulation_can(config)
     _refuse_loopback_for_others(config)
-    _refuse_missing_devices(config)
+    refuse_missing_devices(config)
     return config, _rehearsed(config)
 
 
@@ -127,20 +125,6 @@ def _try(config: Config) -> None:
         prepare_data(config)
     for device in devices.one_of_each_type(local_devices(config)):
         rehearse(config, device)
-
-
-def local_devices(config: Config) -> list[str]:
-    """The devices of the workers on this machine, by slot. The first is there even if no worker is started here."""
-    wanted = config.cluster.devices or ()
-    return [device_of(slot, devices.in_turn(wanted, slot)) for slot in range(max(1, local_workers(config)))]
-
-
-def _refuse_missing_devices(config: Config) -> None:
-    for name in config.cluster.devices or ():
-        try:
-            devices.require(name)
-        except Mistake as error:
-            raise UserError(f"cluster.devices=[{','.join(config.cluster.devices or ())}]: {error}") from error
 
 
 def _refuse_what_only_a_simulation_can(config: Config) -> None:

@@ -30,6 +30,7 @@ from ringmaster_dist.observe.run_files import CONFIG, FINAL, TERMS
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.runtime.checkpoint_writer import CheckpointWriter
 from ringmaster_dist.runtime.journal import Journal, close_logger
+from ringmaster_dist.runtime.placement import servers_device
 from ringmaster_dist.runtime.processes import stop_signals
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.checkpoints import Checkpoints, CheckpointState, Unusable
@@ -62,7 +63,8 @@ def serve(
     return_memory()
     directory.lock()
     problem = build_problem(config)
-    core = build_core(config, problem, directory.path)
+    device = servers_device(config)
+    core = build_core(config, problem, directory.path, device)
     checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
     state = _restore(core, checkpoints, directory)
     metrics = Metrics(core.update.layout, core.version, tokens_of_slot(config))
@@ -88,12 +90,12 @@ def serve(
     if service.failure is not None:
         raise RuntimeError("the server failed; the traceback is above") from service.failure
     stopped = should_stop()
-    evaluation = problem.evaluate(core.snapshot.iterate)
+    evaluation = problem.evaluate(core.snapshot.iterate.cpu())
     monitor.record(evaluation)
     service.wait_until_all_left(config.server.farewell_seconds)
     service.close()
     journal.close()
-    final = weights.by_name(problem, core.update.layout, core.snapshot.iterate)
+    final = weights.by_name(problem, core.update.layout, core.snapshot.iterate.cpu())
     weights.write(directory.path / FINAL, final, core.version)
     divergence = monitor.divergence
     ended = "stopped by the user" if stopped else "diverged" if divergence.is_hopeless else "budget"
@@ -101,7 +103,7 @@ def serve(
     summary.diverged, summary.evaluated_on = divergence.diverged, evaluated_on(problem, at_the_end=False)
     directory.write_summary(summary)
     if not stopped:  # the closing evaluation takes longer, and a user that stops the run does not wait for it
-        evaluation = evaluate_at_the_end(problem, core.snapshot.iterate)
+        evaluation = evaluate_at_the_end(problem, core.snapshot.iterate.cpu())
         divergence.look(evaluation, metrics.train_loss, core.accepted)
         summary.evaluation.update(evaluation)
         summary.diverged, summary.evaluated_on = divergence.diverged, evaluated_on(problem, at_the_end=True)
@@ -139,7 +141,7 @@ class _Monitor:
         due = self._problem.quick_to_evaluate or core.version >= self._next_evaluation or num_invalid > 0
         if due:
             self._next_evaluation = core.version + self._config.eval.every
-        self.record(self._problem.evaluate(core.snapshot.iterate) if due else {})
+        self.record(self._problem.evaluate(core.snapshot.iterate.cpu()) if due else {})
         if num_invalid and (self.divergence.is_hopeless or num_invalid >= _MOST_INVALID):
             log.warning("server v=%d: no gradient is a finite number any more: the run is ended", core.version)
             self.divergence.give_up()
@@ -195,7 +197,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
             "server: term %d begins at version %d%s", core.term, core.version, f" from {found[0].name}" if found else ""
         )
     terms = directory.open_rows(TERMS, directory.whole_bytes(TERMS))
-    terms.write(Term(core.term, core.version, core.pushes)._asdict())
+    terms.write(Term(core.term, core.version, core.pushes, str(core.update.device))._asdict())
     terms.sync()
     terms.close()
     return found[1] if found else None

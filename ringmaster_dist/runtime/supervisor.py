@@ -14,6 +14,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.devices import in_turn
 from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.runtime.placement import local_workers
 from ringmaster_dist.runtime.processes import (
     MISTAKE,
     TICK_SECONDS,
@@ -115,12 +116,6 @@ def _has_an_address(server: SupervisedProcess, directory: RunDirectory, asked: C
             )
         time.sleep(TICK_SECONDS)
     return True
-
-
-def local_workers(config: Config) -> int:
-    """The number of workers that are started on this machine."""
-    cluster = config.cluster
-    return cluster.workers if cluster.local_workers is None else cluster.local_workers
 
 
 def worker_arguments(config: Config, slot: int) -> dict[str, Any]:

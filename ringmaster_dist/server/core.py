@@ -9,6 +9,8 @@ oldest update that was decided. `push` and `leave` do both at once. Invariants:
 - a gradient whose delay has reached the threshold is never applied, and no gradient is applied twice;
 - an iterate in a snapshot is never written again, unless its holder returns the memory (`recycle`).
 
+Iterate, momentum and sum are on the device of the update. Gradients arrive in host memory.
+
 Callers serialise their calls, with one exception: one thread may be in `apply_next` while others judge. Only
 `apply_next` touches iterate, momentum and sum, and only the others touch version, counters and ledger.
 
@@ -96,7 +98,7 @@ class ServerCore:
         self.version = 0  # the number of updates decided; the snapshot may be behind
         self.begins = [0]  # the version at which each term began; the last is the current term's
         self.gradient_dtype = gradient_dtype or update.dtype  # as gradients arrive
-        self.snapshot = Snapshot(0, initial.detach().clone())
+        self.snapshot = Snapshot(0, initial.detach().to(update.device, copy=True))
         self.momentum = torch.zeros_like(self.snapshot.iterate)
         self.accepted = 0
         self.stale = 0
@@ -251,8 +253,8 @@ class ServerCore:
             return f"the gradient is {gradient.dtype}, not {expected}"
         if gradient.requires_grad or gradient.layout is not torch.strided:
             return f"the gradient is not a plain tensor of numbers ({gradient.layout}, {gradient.requires_grad=})"
-        if gradient.device != iterate.device:
-            return f"the gradient is on {gradient.device}, the iterate on {iterate.device}"
+        if gradient.device.type != "cpu":
+            return f"the gradient is on {gradient.device}: gradients have to be in host memory"
         # The sum is one cheap pass: it is not finite if an element is not. It can also overflow, so look again then.
         if not math.isfinite(float(gradient.sum())) and not bool(torch.isfinite(gradient).all()):
             return NOT_FINITE
@@ -281,14 +283,22 @@ class ServerCore:
         if num_averaged:
             self.version = version + 1
 
-    def apply_next(self, out: torch.Tensor | None = None, rounded: torch.Tensor | None = None) -> None:
-        """Computes the oldest thing decided.
+    def apply_next(
+        self,
+        out: torch.Tensor | None = None,
+        rounded: torch.Tensor | None = None,
+        copied: torch.Tensor | None = None,
+    ) -> None:
+        """Computes the oldest thing decided, on the device of the update.
 
-        The next iterate is written to ``out``, of shape (size,), or to memory of the core's own: the current iterate
-        may be in use. ``rounded`` gets the next iterate too, in the dtype of that tensor. Neither is written if the
-        gradient does not complete an update.
+        ``copied`` is its gradient, (size,), if the caller has copied it to the device already. The next iterate is
+        written to ``out``, of shape (size,), or to memory of the core's own: the current iterate may be in use.
+        ``rounded`` gets the next iterate too, in the dtype of that tensor. Neither is written if the gradient does not
+        complete an update.
         """
         gradient, num_averaged, eta, alpha = self.decided[0]
+        if gradient is not None:
+            gradient = gradient.to(self.update.device) if copied is None else copied
         mean = gradient
         if num_averaged != 1 or self._num_summed or gradient is None:
             if gradient is not None:
@@ -330,12 +340,13 @@ class ServerCore:
         self.accepted, self.stale, self.invalid = counters
 
     def state(self) -> CoreState:
-        """The iterate is shared, since a snapshot is never written again. Everything else is a copy."""
+        """All tensors are in host memory. They are copies, but for an iterate that is in host memory already: it is
+        shared, since a snapshot is never written again."""
         assert not self.decided, "there are decided updates left to apply"
         return CoreState(
-            iterate=self.snapshot.iterate,
-            momentum=self.momentum.clone(),
-            sum=self._sum.clone() if self._sum is not None and self._num_summed else None,
+            iterate=self.snapshot.iterate.cpu(),
+            momentum=self.momentum.to("cpu", copy=True),
+            sum=self._sum.to("cpu", copy=True) if self._sum is not None and self._num_summed else None,
             num_summed=self._num_summed,
             version=self.version,
             method=self.method.state_dict(),
@@ -355,9 +366,10 @@ class ServerCore:
                 f"the state holds {state.iterate.numel()} parameters, this model has {self.update.layout.size}"
             )
         self.version = state.version
-        self.snapshot = Snapshot(self.version, state.iterate.clone(), self.term)
-        self.momentum = state.momentum.clone()
-        self._sum = None if state.sum is None else state.sum.clone()
+        device = self.update.device
+        self.snapshot = Snapshot(self.version, state.iterate.to(device, copy=True), self.term)
+        self.momentum = state.momentum.to(device, copy=True)
+        self._sum = None if state.sum is None else state.sum.to(device, copy=True)
         self._num_summed = state.num_summed
         self.method.load_state_dict(state.method)
         self.accepted, self.stale, self.invalid = state.counters

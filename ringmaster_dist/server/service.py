@@ -7,14 +7,15 @@
         Members      the workers, their sessions and their part in the history
         Leases       how long each worker may be silent
         Waiting      calls that are not answered yet
-        Publisher    the snapshot that workers get
+        Publisher    computes updates, and holds the snapshot that workers get
         Meter        what serving costs
 
 Four kinds of thread enter. RPC threads make the calls. The main thread measures and ends the run. One thread (`_watch`)
 starts the run, ends leases and ends the run by its seconds. One thread (`_compute`) computes the updates that were
 decided. All of them hold the lock to decide, and release it to compute: while an update is being computed, pushes are
 judged, and rejected ones are answered. Only for a checkpoint are the last decided updates computed under the lock,
-since its state must contain all of them. `_deciding` sends the answers after it has released the lock.
+since its state must contain all of them. If updates are computed on an accelerator, the publisher has two threads more,
+which copy gradients in and snapshots out. `_deciding` sends the answers after it has released the lock.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ringmaster_dist import devices
 from ringmaster_dist.protocol import (
     Interruptions,
     JoinRequest,
@@ -48,7 +50,7 @@ from ringmaster_dist.server.life import Life
 from ringmaster_dist.server.members import Member, Members
 from ringmaster_dist.server.meter import Measurements, Meter, WorkerMeasurements
 from ringmaster_dist.server.outlets import Checkpointing, Journal, NoCheckpoints
-from ringmaster_dist.server.publisher import Publisher
+from ringmaster_dist.server.publisher import DevicePublisher, Publisher
 from ringmaster_dist.server.waiting import Waiting
 from ringmaster_dist.wire import Wire
 
@@ -102,14 +104,15 @@ class Service:
         self._waiting = Waiting(self.meter)
         self._all_left = threading.Event()
         self._closing = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._until_it_fails, args=(self._watch,), name="leases", daemon=True),
-            threading.Thread(target=self._until_it_fails, args=(self._compute,), name="updates", daemon=True),
-        ]
         if state is not None:
             self._members.restore(state.members, ended=state.ended)
             self._life.resume(state.seconds, ended=state.ended)
-        self._publisher = Publisher(core, settings.wire)
+        kind = Publisher if devices.is_cpu(core.update.device) else DevicePublisher
+        self._publisher = kind(core, settings.wire, self._publish)
+        self._threads = [
+            threading.Thread(target=self._until_it_fails, args=(work,), name=work.__name__.strip("_"), daemon=True)
+            for work in (self._watch, self._compute, *self._publisher.threads)
+        ]
 
     @property
     def workers(self) -> dict[int, Member]:
@@ -150,7 +153,10 @@ class Service:
         with self._deciding():
             self._closing.set()
             self._decided.notify()
-        for thread in self._threads:
+        for thread in self._threads[:2]:
+            thread.join()
+        self._publisher.close()  # after the thread that computes, which may wait for the publisher's
+        for thread in self._threads[2:]:
             thread.join()
 
     # --- the calls -------------------------------------------------------------------------------------------
@@ -320,6 +326,8 @@ class Service:
             worker, push.sequence, push.gradient_version, push.gradient, push.term, push.compute_seconds, fault
         )
         if core.pushes > pushes:  # it is not the repetition of a push that was answered
+            if receipt.verdict is Verdict.ACCEPTED:
+                self._publisher.accepted(push.gradient)
             self._record(worker, member, version, push, receipt)
         if member.invalid_in_a_row >= self._settings.max_invalid:
             reason = f"{member.invalid_in_a_row} invalid gradients in a row, the last because {receipt.reason}"
@@ -381,7 +389,6 @@ class Service:
         while self.core.decided:
             before, seconds = self._apply_next()
             self.meter.applied(before, self.core.snapshot, seconds)
-        self._publisher.publish()
         return CheckpointState(
             core=self.core.state(),
             seconds=self.seconds,
@@ -389,6 +396,11 @@ class Service:
             members=self._members.state(),
             files=self._journal.mark(),
         )
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        with self._deciding():
+            self._publisher.snapshot = snapshot
+            self._after_change()
 
     def _try_to_capture(self) -> CheckpointState | None:
         try:
@@ -408,13 +420,14 @@ class Service:
             self.ended.set()
 
     def _compute(self) -> None:
-        while not self.ended.is_set():
-            with self._lock:
-                while not (self.core.decided or self._life.is_ending or self._closing.is_set()):
-                    self._decided.wait()
-                if self._closing.is_set():
-                    return
-            self.compute()
+        with devices.own_stream(self.core.update.device):
+            while not self.ended.is_set():
+                with self._lock:
+                    while not (self.core.decided or self._life.is_ending or self._closing.is_set()):
+                        self._decided.wait()
+                    if self._closing.is_set():
+                        return
+                self.compute()
 
     def compute(self) -> None:
         """Computes what was decided, writes a checkpoint when it is due, and finishes the run if it is ending."""
@@ -422,12 +435,11 @@ class Service:
         while core.decided:
             before, seconds = self._apply_next()
             state = None
-            with self._deciding():
+            with self._lock:
                 self.meter.applied(before, core.snapshot, seconds)
-                self._publisher.publish()
                 if self._checkpointing.due(core.snapshot.version):
                     state = self._try_to_capture()
-                self._after_change()
+            self._publisher.hand_out()
             if state is not None:
                 self._checkpointing.submit(state)
         with self._lock:

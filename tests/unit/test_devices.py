@@ -151,7 +151,7 @@ def test_a_copy_into_host_memory_has_arrived_when_it_is_used(accelerator, monkey
         places.add(host.data_ptr())
     assert len(places) == 1
     if pretended:
-        monkeypatch.setattr(devices, "synchronize", lambda device: None)
+        monkeypatch.setattr(devices, "finish", lambda device: None)
         assert memory.receive(torch.ones(1000, device=accelerator)).isnan().all()  # so the test above sees a mistake
 
 

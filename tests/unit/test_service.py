@@ -500,16 +500,17 @@ def test_the_run_starts_with_the_expected_workers_or_when_the_time_is_up():
 @pytest.mark.parametrize("iterate_dtype", [None, torch.bfloat16])
 def test_what_is_computed_reaches_workers_when_it_is_published(iterate_dtype):
     core = ServerCore(torch.ones(6), Method(Constant(0.1, 0.5, 2)), Update(LAYOUT))
-    publisher = Publisher(core, Wire(None, iterate_dtype))
+    published = []
+    publisher = Publisher(core, Wire(None, iterate_dtype), published.append)
     core.join()
     seen = [publisher.snapshot]
     for sequence in range(3):
         core.judge(0, sequence, core.version, torch.randn(6))
         publisher.compute_next()
-        assert publisher.snapshot is seen[-1]
-        publisher.publish()
-        seen.append(publisher.snapshot)
-        assert torch.equal(publisher.snapshot.iterate, core.snapshot.iterate.to(iterate_dtype or torch.float32))
+        assert len(published) == sequence
+        publisher.hand_out()
+        seen.append(published[-1])
+        assert torch.equal(seen[-1].iterate, core.snapshot.iterate.to(iterate_dtype or torch.float32))
     assert [snapshot.version for snapshot in seen] == [0, 1, 2, 3]
     assert len({snapshot.iterate.data_ptr() for snapshot in seen}) == 4  # none is written while a worker may read it
 
