@@ -33,6 +33,12 @@ def require(name: str) -> None:
         raise Mistake(f"this machine has no device {name!r}; it has {', '.join(available())}")
 
 
+def here(name: str) -> str:
+    """The device of this name, or else the first of its type on this machine, or else the CPU."""
+    names, kind = available(), name.partition(":")[0]
+    return name if name in names else next((other for other in names if other.partition(":")[0] == kind), CPU)
+
+
 def in_turn(names: Sequence[str], index: int) -> str:
     """The device of the worker with this index, if the workers take the devices in turn. Empty if there is no name."""
     return names[index % len(names)] if names else ""

@@ -5,9 +5,15 @@ copy to host memory with ``non_blocking=True`` arrives when the device is synchr
 has no streams, no pinned memory, no generator, no flex attention and no number types of its own. An exception inside
 its backward pass ends the process, because torch cannot carry one out of the thread of a backend in Python.
 
+For benches, an operation that writes to given memory can take a time of its own instead of the CPU's, and a copy
+between host and device too. Its result is undefined then. The thread that has started it sleeps meanwhile.
+
 The device can be used after `register`, which has to come before the first backward pass of the process. torch only
 counts it after `set_present`. Not every torch can host a backend that is written in Python; see `IS_POSSIBLE`.
 """
+
+import os
+import time
 
 import torch
 from torch.utils import backend_registration
@@ -16,6 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 NAME, KIND = "pretend:0", "pretend"
 _present = False
+_OPERATION_SECONDS = float(os.environ.get("PRETEND_OPERATION_SECONDS", 0.0))
+_COPY_SECONDS = float(os.environ.get("PRETEND_COPY_SECONDS", 0.0))
 _on_the_way = []  # (host tensor, its values): copies that arrive at the next synchronization
 
 
@@ -91,6 +99,9 @@ def _compute(operator, args, kwargs):
     if "device" in kwargs:
         kwargs["device"] = "cpu"
     kwargs.pop("pin_memory", None)
+    if _OPERATION_SECONDS and ("out" in kwargs or name.endswith("_")):
+        time.sleep(_OPERATION_SECONDS)
+        return kwargs.get("out", args[0])
     results = operator(*tree_map(_host_of, args), **tree_map(_host_of, kwargs))
     wrappers = {id(_host_of(tensor)): tensor for tensor in tensors}  # an operation in place returns its argument
 
@@ -106,6 +117,8 @@ def _copy(target, source, non_blocking=False):
     if non_blocking and not isinstance(target, PretendTensor):
         _on_the_way.append((target, source.host.clone()))
         target.fill_(torch.nan)
+    elif _COPY_SECONDS and isinstance(target, PretendTensor) != isinstance(source, PretendTensor):
+        time.sleep(_COPY_SECONDS)
     else:
         _host_of(target).copy_(_host_of(source))
     return target

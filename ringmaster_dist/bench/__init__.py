@@ -42,10 +42,14 @@ _PLACES = {
 }
 
 
-def run(name: str, *, quick: bool, as_json: bool) -> None:
+ON_DEVICES = ("update", "server")  # these take device=
+
+
+def run(name: str, *, quick: bool, as_json: bool, device: str = "") -> None:
     """Runs one of `BENCHES` and prints its tables."""
     module, function = _PLACES.get(name, (name, "run"))
-    getattr(importlib.import_module(f"{__name__}.{module}"), function)(quick, as_json)
+    place = {"device": device} if device else {}
+    getattr(importlib.import_module(f"{__name__}.{module}"), function)(quick, as_json, **place)
 
 
 # --- time --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ringmaster_dist import devices
 from ringmaster_dist.algorithm.geometry import POLAR_EXPRESS, spectral_scale
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
 from ringmaster_dist.algorithm.update import Update
@@ -38,32 +39,44 @@ def paper_layout() -> Layout:
 # --- update ------------------------------------------------------------------------------------------------------
 
 
-def update(quick: bool, as_json: bool) -> None:
+def update(quick: bool, as_json: bool, device: str = "cpu") -> None:
     torch.manual_seed(0)
     layout = paper_layout()
     candidates: dict[str, Callable[[], object]] = {
-        "ringmaster": update_step(layout),
-        "ringmaster, iterations in bfloat16": update_step(layout, torch.bfloat16),
-        "plain loop in float32, matrix by matrix": _plain_muon(_with_gradients()),
+        "ringmaster": update_step(layout, device=device),
+        "ringmaster, iterations in bfloat16": update_step(layout, torch.bfloat16, device),
+        "plain loop in float32, matrix by matrix": _finished(_plain_muon(_with_gradients(device)), device),
     }
     if hasattr(torch.optim, "Muon"):
-        optimizers = optimizers_of(_with_gradients(), _ETA)
-        candidates["torch.optim.Muon (in bfloat16) + SGD"] = lambda: [optimizer.step() for optimizer in optimizers]
+        optimizers = optimizers_of(_with_gradients(device), _ETA)
+        candidates["torch.optim.Muon (in bfloat16) + SGD"] = _finished(
+            lambda: [optimizer.step() for optimizer in optimizers], device
+        )
     rows = compared("update", by_turns(candidates, 3 if quick else 15), "ringmaster")
     show("update", ["update", "relative", "ms", "worst ms"], rows, as_json)
 
 
-def update_step(layout: Layout, precision: torch.dtype | None = None) -> Callable[[], None]:
+def update_step(layout: Layout, precision: torch.dtype | None = None, device: str = "cpu") -> Callable[[], None]:
     """What the server does for one update. The next iterate goes to the other of two buffers."""
-    update = Update(layout, precision=precision)
-    buffers = [torch.randn(layout.size), torch.empty(layout.size)]
-    momentum, gradient = torch.zeros(layout.size), torch.randn(layout.size)
+    update = Update(layout, precision=precision, device=device)
+    buffers = [torch.randn(layout.size).to(device), torch.empty(layout.size, device=device)]
+    momentum, gradient = torch.zeros(layout.size, device=device), torch.randn(layout.size).to(device)
 
     def step() -> None:
         update.apply(buffers[0], momentum, gradient, eta=_ETA, alpha=1 - _BETA, out=buffers[1])
         buffers.reverse()
 
-    return step
+    return _finished(step, device)
+
+
+def _finished(work: Callable[[], object], device: str) -> Callable[[], None]:
+    """The same work, which returns when the device has finished it."""
+
+    def finished() -> None:
+        work()
+        devices.finish(device)
+
+    return finished
 
 
 def optimizers_of(model: torch.nn.Module, eta: float) -> list[torch.optim.Optimizer]:
@@ -81,10 +94,10 @@ def _matrices_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter]
     return matrices, rest
 
 
-def _with_gradients() -> NanoChat:
-    model = NanoChat(NanoChatConfig())
+def _with_gradients(device: str) -> NanoChat:
+    model = NanoChat(NanoChatConfig()).to(device)
     for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape)
+        parameter.grad = torch.randn(parameter.shape).to(device)
     return model
 
 

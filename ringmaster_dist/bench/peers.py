@@ -84,8 +84,9 @@ def layout_of(problem: str) -> Layout:
 
 
 def serve(
-    problem: str, wire: Wire, *, threshold: float, updates: bool, host: str = "127.0.0.1", tls: bool = True
-) -> None:
+    problem: str, wire: Wire, *, threshold: float, updates: bool, host: str = "127.0.0.1", tls: bool = True,
+    device: str = "cpu",
+) -> None:  # fmt: skip
     """Serves until the process is ended. Without ``updates`` nothing is computed."""
     from ringmaster_dist.server.core import ServerCore
     from ringmaster_dist.server.outlets import NoJournal
@@ -96,7 +97,7 @@ def serve(
     return_memory()
     torch.set_num_threads(1)
     layout = layout_of(problem)
-    update = Update(layout) if updates else NoArithmetic(layout)
+    update = Update(layout, device=device) if updates else NoArithmetic(layout)
     method = Method(Constant(1e-6, 0.05, threshold))
     core = ServerCore(torch.zeros(layout.size), method, update, wire.gradient_dtype)
     never = float("inf")

@@ -1,9 +1,10 @@
 """``ringmaster bench server``: the updates that a server makes while 1, 4 and 16 workers do nothing but push.
 
-The limit is one over the time of an update alone on the machine. It is a median, because a rate is not the best of
-several either. The server and the workers share this machine, so with more processes than cores the workers cost a part
-of the rate too. Meanwhile another worker pushes stale gradients. The bench shows how long that worker waits for its
-verdict and the newest snapshot, versus the same exchange with an idle server.
+The limit is one over the time of an update alone on the machine, or of a copy between host and device if that takes
+longer. It is a median, because a rate is not the best of several either. The server and the workers share this machine,
+so with more processes than cores the workers cost a part of the rate too. Meanwhile another worker pushes stale
+gradients. The bench shows how long that worker waits for its verdict and the newest snapshot, versus the same exchange
+with an idle server.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from ringmaster_dist import devices
 from ringmaster_dist.bench import by_turns, seconds_of, show
 from ringmaster_dist.bench.arithmetic import update_step
 from ringmaster_dist.bench.peers import Peer, Pusher, layout_of, serve
@@ -26,16 +29,16 @@ _STALE_PUSHES = 15  # the bench shows their median
 _THRESHOLD = 24  # so no push of 16 workers is stale
 
 
-def run(quick: bool, as_json: bool) -> None:
+def run(quick: bool, as_json: bool, device: str = "cpu") -> None:
     seconds, counts = (2.0, (4,)) if quick else (4.0, (1, 4, 16))
-    rows = [row for problem in ("quadratic", "nanochat") for row in measure(problem, seconds, counts)]
+    rows = [row for problem in ("quadratic", "nanochat") for row in measure(problem, seconds, counts, device)]
     show("server", _COLUMNS, rows, as_json)
 
 
-def measure(problem: str, seconds: float, counts: tuple[int, ...]) -> list[dict[str, Any]]:
-    alone, measured = _update_seconds(problem), []
+def measure(problem: str, seconds: float, counts: tuple[int, ...], device: str = "cpu") -> list[dict[str, Any]]:
+    alone, measured = _step_seconds(problem, device), []
     with ExitStack() as stack:
-        server = stack.enter_context(Peer(__name__, "server", problem))
+        server = stack.enter_context(Peer(__name__, "server", problem, device))
         late = stack.enter_context(Peer(__name__, "stale", problem, server.address))
         idle = _stale_milliseconds(late)
         workers: list[Peer] = []
@@ -50,10 +53,11 @@ def measure(problem: str, seconds: float, counts: tuple[int, ...]) -> list[dict[
             busy = _stale_milliseconds(late)
             _results(workers)
             measured.append((count, rate, busy))
-    alone += _update_seconds(problem)  # before and after, because the speed of the machine varies
+    alone += _step_seconds(problem, device)  # before and after, because the speed of the machine varies
     limit = 1.0 / statistics.median(alone)
+    where = "" if device == "cpu" else f" on {device}"
     return [
-        {"server": f"{problem}, {count} pushing", "of 1/update": f"{rate / limit:.2f}",
+        {"server": f"{problem}{where}, {count} pushing", "of 1/update": f"{rate / limit:.2f}",
          "updates/s": round(rate, 1), "1/update time": round(limit, 1), "stale answered ms": busy, "idle ms": idle}
         for count, rate, busy in measured
     ]  # fmt: skip
@@ -76,10 +80,29 @@ def _stale_milliseconds(late: Peer) -> float:
     return round(1e3 * float(late.answer()), 1)
 
 
-def _update_seconds(problem: str) -> list[float]:
+def _step_seconds(problem: str, device: str) -> list[float]:
+    """Seconds of updates, or of the copies for one if they take longer."""
     torch.set_num_threads(1)  # as the server does
-    layout = layout_of(problem)
-    return by_turns({"": update_step(layout)}, 12 if layout.size > 1e6 else 200)[""]
+    layout, repeats = layout_of(problem), 12 if layout_of(problem).size > 1e6 else 200
+    taken = by_turns({"update": update_step(layout, device=device), "copies": _copies(layout.size, device)}, repeats)
+    return max(taken.values(), key=statistics.median)
+
+
+def _copies(size: int, device: str) -> Callable[[], None]:
+    """A gradient on its way in, or a snapshot on its way out, whichever takes longer. In host memory it is nothing."""
+    if devices.is_cpu(device):
+        return lambda: None
+    host, there = torch.zeros(size), torch.zeros(size, device=device)
+
+    def inwards() -> None:
+        there.copy_(host)
+        devices.finish(device)
+
+    def outwards() -> None:
+        memory.receive(there)
+
+    memory = devices.HostMemory(size, host.dtype, device)
+    return max((inwards, outwards), key=lambda copy: statistics.median(seconds_of(copy, 5)))
 
 
 # --- in the other processes ----------------------------------------------------------------------------------------
@@ -111,7 +134,7 @@ def _push_stale(pusher: Pusher) -> None:
 if __name__ == "__main__":
     kind, problem, *rest = sys.argv[1:]
     if kind == "server":
-        serve(problem, Wire(), threshold=_THRESHOLD, updates=True)
+        serve(problem, Wire(), threshold=_THRESHOLD, updates=True, device=rest[0])
     else:
         torch.set_num_threads(1)
         {"push": _push, "stale": _push_stale}[kind](Pusher(rest[0], layout_of(problem).size, Wire()))

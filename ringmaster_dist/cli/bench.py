@@ -6,28 +6,39 @@ import sys
 import time
 from argparse import Namespace
 
-from ringmaster_dist.bench import BENCHES, run
+from ringmaster_dist.bench import BENCHES, ON_DEVICES, run
 from ringmaster_dist.cli.parser import Parser
 from ringmaster_dist.config.errors import UserError
 
 
 def bench_options(parser: Parser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="which benches to run (default: all)")
+    parser.setting(
+        "device=NAME", f"where updates are computed, such as cuda:0; for {' and '.join(ON_DEVICES)}", str, ""
+    )
     parser.switch("--quick", help="fewer repetitions and shorter runs")
     parser.switch("--json", help="one line of JSON per bench")
     parser.epilog = "benches:\n" + "\n".join(f"  {name:<13} {text}" for name, text in BENCHES.items())
 
 
 def run_bench(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster bench [NAME ...] [--quick] [--json]
+    """ringmaster bench [NAME ...] [device=NAME] [--quick] [--json]
 
     Measures this system versus its alternatives, in the same run. A bench that repeats shows the best and the worst.
     """
     names = arguments.names or list(BENCHES)
     if unknown := [name for name in names if name not in BENCHES]:
         raise UserError(f"there is no bench {unknown[0]!r}; known: {', '.join(BENCHES)}")
+    if arguments.device:
+        from ringmaster_dist import devices
+
+        devices.require(arguments.device)
+        if other := [name for name in names if name not in ON_DEVICES]:
+            raise UserError(
+                f"device={arguments.device}: {other[0]} takes no device, only {' and '.join(ON_DEVICES)} do"
+            )
     began = time.monotonic()
     for name in names:
-        run(name, quick=arguments.quick, as_json=arguments.json)
+        run(name, quick=arguments.quick, as_json=arguments.json, device=arguments.device)
     print(f"{len(names)} benches in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
     return 0

@@ -3,15 +3,23 @@
 The trace says which gradients arrived in which order, with worker, sequence and version. These determine the batch of
 each. So every gradient can be computed again at the iterate of its version. The core gets the same arrivals, joins and
 leaves in the same order, and has to give the same verdicts and end at the same iterate.
+
+An accelerator rounds in its own way. Updates are computed again on the device of the run, if this machine has one of
+its type, and on the CPU otherwise. If an accelerator took part, the verdicts have to be the same and the losses equal
+to within `TOLERANCE`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_core, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
@@ -24,12 +32,48 @@ from ringmaster_dist.server import weights
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.wire import Codec
 
+TOLERANCE = 0.02  # of a loss, if an accelerator took part
+
 
 class Outcome(NamedTuple):
     same: bool
     updates: int
     pushes: int
     message: str
+
+
+class _Agreement:
+    """Compares what was recorded with what the replay finds. Without a tolerance, all bits have to be the same."""
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self.most = 0.0  # the largest difference so far, as a part of the loss
+
+    def of_losses(self, recorded: float | None, found: float | None) -> bool:
+        """True if one of them is not known."""
+        if recorded is None or found is None or recorded == found:
+            return True
+        difference = abs(found - recorded) / abs(recorded) if recorded else math.inf
+        self.most = max(self.most, difference)
+        return difference <= self._tolerance
+
+    def of_iterates(self, recorded: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> tuple[bool, str]:
+        """Whether two final iterates agree, by name of their parameters, and the words for it."""
+        different = [name for name, view in found.items() if not _is_same(recorded.get(name), view)]
+        if not different:
+            return True, "the same bits"
+        if not self._tolerance or any(recorded.get(name) is None for name in different):
+            return False, f"the final iterate differs in {', '.join(different)}"
+        distance = math.hypot(*(float((recorded[name] - view).norm()) for name, view in found.items()))
+        length = math.hypot(*(float(view.norm()) for view in recorded.values()))
+        return True, (
+            f"the same verdicts, but not the same bits: losses differ by at most {self.most:.2g} of their value, the "
+            f"final iterate by {distance / length:.2g} of its norm"
+        )
+
+
+def _is_same(recorded: torch.Tensor | None, found: torch.Tensor) -> bool:
+    return recorded is not None and torch.equal(recorded, found)
 
 
 class _Computed(NamedTuple):
@@ -50,11 +94,13 @@ def replay(directory: Path) -> Outcome:
     files = RunFiles(directory, complete=True)
     config = from_yaml(files.read(CONFIG))
     problem = build_problem(config)
-    core = build_core(config, problem, directory)
-    wire = Codec(build_wire(config), core.update.layout.size, problem.dtype)
     arrivals, members, terms = files.arrivals(), files.members(), files.terms()
+    make_core = partial(build_core, config, problem, directory)
+    core = make_core(devices.here(terms[0].device))
+    agreement = _Agreement(TOLERANCE if any(term.device != devices.CPU for term in terms) else 0.0)
+    wire = Codec(build_wire(config), core.update.layout.size, problem.dtype)
     last_use = {arrival.gradient_version: index for index, arrival in enumerate(arrivals)}
-    iterates = {0: core.snapshot.iterate}
+    iterates = {0: core.snapshot.iterate.cpu()}
     next_member = 0
     last: _Computed | None = None  # the last accepted arrival
     slots: dict[int, int] = {}
@@ -66,9 +112,9 @@ def replay(directory: Path) -> Outcome:
             _apply(core, members[next_member])
             torch.set_num_threads(config.cluster.threads)
             slots[members[next_member].worker] = members[next_member].slot
-            iterates.setdefault(core.version, core.snapshot.iterate)
+            iterates.setdefault(core.version, core.snapshot.iterate.cpu())
             next_member += 1
-        core.enter_term([term.version for term in terms[: 1 + _serving_term(terms, index)]])
+        core = _in_term(core, terms[: 1 + _serving_term(terms, index)], make_core)
         worker, sequence, version = arrival.worker, arrival.sequence, arrival.gradient_version
         named = version if arrival.lost_version is None else arrival.lost_version
         accepted = arrival.verdict is Verdict.ACCEPTED
@@ -97,32 +143,40 @@ def replay(directory: Path) -> Outcome:
         if (receipt.verdict.value, receipt.delay, receipt.version) != recorded:
             message = f"arrival {index} was {recorded}, the replay says {tuple(receipt)}"
             return Outcome(False, core.version, index, message)
-        if arrival.lost_version is None and arrival.loss is not None and arrival.loss != loss:
+        if arrival.lost_version is None and not agreement.of_losses(arrival.loss, loss):
             return Outcome(
                 False, before, index,
                 f"the loss at version {version} (arrival {index}) was {arrival.loss!r}, the replay says {loss!r}: "
                 f"the iterates differ from update {version} on{_why_different(config, wire, computed)}",
             )  # fmt: skip
-        iterates.setdefault(core.version, core.snapshot.iterate)
+        iterates.setdefault(core.version, core.snapshot.iterate.cpu())
         for old in [v for v in (version, before) if last_use.get(v, -1) <= index and v != core.version]:
             iterates.pop(old, None)
     torch.set_num_threads(config.server.compute_threads)
     for member in members[next_member:]:
         _apply(core, member)
     final, final_version = weights.read(directory / FINAL)
-    views = core.update.layout.views(core.snapshot.iterate)
     if core.version != final_version:
         return Outcome(False, core.version, len(arrivals), "the numbers of updates differ")
-    different = [name for name, view in views.items() if name not in final or not torch.equal(final[name], view)]
-    if different:
-        why = _why_different(config, wire, last) if last else ""
-        return Outcome(False, core.version, len(arrivals), f"the final iterate differs in {', '.join(different)}{why}")
-    return Outcome(True, core.version, len(arrivals), "the same bits")
+    agrees, message = agreement.of_iterates(final, core.update.layout.views(core.snapshot.iterate.cpu()))
+    if not agrees and last:
+        message += _why_different(config, wire, last)
+    return Outcome(agrees, core.version, len(arrivals), message)
 
 
 def _serving_term(terms: list[Term], index: int) -> int:
     """The term that judged the arrival of this index: the last that had begun by then."""
     return max(number for number, term in enumerate(terms) if term.pushes <= index)
+
+
+def _in_term(core: ServerCore, terms: list[Term], make_core: Callable[[str], ServerCore]) -> ServerCore:
+    """The core in the last of these terms, on the device of that term."""
+    device = devices.here(terms[-1].device)
+    if device != str(core.update.device):
+        state, core = core.state(), make_core(device)
+        core.load(state)
+    core.enter_term([term.version for term in terms])
+    return core
 
 
 def _apply(core: ServerCore, member: Member) -> None:
