@@ -217,9 +217,12 @@ def test_a_gradient_in_device_memory_is_refused_before_a_run(accelerator, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "worker"])
-def test_a_missing_device_is_one_line(command, accelerator, tmp_path, capsys):
-    key = f"cluster.devices=[cpu,{MISSING}]" if command == "train" else f"device=cpu,{MISSING}"
+@pytest.mark.parametrize(("command", "key"), [
+    ("train", f"cluster.devices=[cpu,{MISSING}]"),
+    ("train", f"server.device={MISSING}"),
+    ("worker", f"device=cpu,{MISSING}"),
+])  # fmt: skip
+def test_a_missing_device_is_one_line(command, key, accelerator, tmp_path, capsys):
     given = [f"run.dir={tmp_path}/run"] if command == "train" else ["server=127.0.0.1:9"]
     assert main([command, *given, key]) == 2
     (line,) = capsys.readouterr().err.splitlines()
