@@ -29,7 +29,7 @@ from ringmaster_dist.wire import Wire
 class Publisher:
     """Computes in host memory that is reused, and rounds each iterate once, for all workers."""
 
-    threads: Sequence[Callable[[], None]] = ()  # the work of the threads that it needs, until `close`
+    threads: Sequence[tuple[str, Callable[[], None]]] = ()  # the names and work of the threads that it needs
 
     def __init__(self, core: ServerCore, wire: Wire, publish: Callable[[Snapshot], None]) -> None:
         """The core may not change its snapshot by other means from now on.
@@ -83,7 +83,7 @@ class DevicePublisher(Publisher):
         self._on_host = Buffers(size, self._wire_dtype, device)
         self._is_newer, self._closing = threading.Event(), False
         self._computed = self._copy_out()
-        self.threads = (self._copy_gradients, self._copy_snapshots)
+        self.threads = (("gradients", self._copy_gradients), ("snapshots", self._copy_snapshots))
 
     def accepted(self, gradient: torch.Tensor) -> None:
         self._arrived.put(gradient)

@@ -110,8 +110,8 @@ class Service:
         kind = Publisher if devices.is_cpu(core.update.device) else DevicePublisher
         self._publisher = kind(core, settings.wire, self._publish)
         self._threads = [
-            threading.Thread(target=self._until_it_fails, args=(work,), name=work.__name__.strip("_"), daemon=True)
-            for work in (self._watch, self._compute, *self._publisher.threads)
+            threading.Thread(target=self._until_it_fails, args=(work,), name=name, daemon=True)
+            for name, work in (("leases", self._watch), ("updates", self._compute), *self._publisher.threads)
         ]
 
     @property
