@@ -95,6 +95,12 @@ def empty_cache(device: torch.device | str) -> None:
         _module(device).empty_cache()
 
 
+def allocated_bytes(device: torch.device | str) -> int | None:
+    """The memory of this process's tensors on an accelerator. None if its module does not say, and for the CPU."""
+    count = None if is_cpu(device) else getattr(_module(device), "memory_allocated", None)
+    return None if count is None else int(count(device))
+
+
 def generators(device: torch.device | str) -> list[torch.Generator]:
     """The global generators that code on the device draws from: the CPU's, and the device's own if it has one."""
     device, found = torch.device(device), [torch.default_generator]

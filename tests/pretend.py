@@ -51,6 +51,9 @@ class _Module:
     def get_device_name(self, device):
         return "Pretend Accelerator"
 
+    def memory_allocated(self, device):
+        return 12_345  # a number that a test can recognise
+
     def get_amp_supported_dtype(self):
         return [torch.bfloat16, torch.float16]
 

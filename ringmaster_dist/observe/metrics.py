@@ -118,6 +118,7 @@ class Metrics:
             bytes_received=meter.bytes_received,
             bytes_sent=meter.bytes_sent,
             memory_bytes=_resident_bytes(),
+            device_memory_bytes=measured.device_memory_bytes,
             lease_losses=meter.lease_losses,
             reconnects=max(0, counts["pipes"] - meter.num_joined),
             tunnel_bytes_received=counts["received"],

@@ -114,6 +114,7 @@ class MetricsRow:
     bytes_received: int | None = None
     bytes_sent: int | None = None
     memory_bytes: int | None = None
+    device_memory_bytes: int | None = None
     lease_losses: int | None = None
     reconnects: int | None = None
     tunnel_bytes_received: int | None = None

@@ -34,7 +34,7 @@ _PANELS: dict[str, list[tuple[str, list[str]]]] = {
     ],
     "system": [
         ("server seconds", ["update_seconds", "lock_wait_seconds"]),
-        ("memory", ["memory_bytes"]),
+        ("memory", ["memory_bytes", "device_memory_bytes"]),
         ("bytes on the wire", ["bytes_received", "bytes_sent"]),
     ],
 }

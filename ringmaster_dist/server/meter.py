@@ -66,6 +66,7 @@ class Measurements:
     threshold: float
     eta: float
     alpha: float
+    device_memory_bytes: int | None  # of tensors on the device of the updates; None if it is the CPU
     meter: Meter  # a copy
     workers: list[WorkerMeasurements]
 

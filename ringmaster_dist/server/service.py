@@ -261,6 +261,7 @@ class Service:
                 threshold=method.threshold(version),
                 eta=method.eta(version, 0, len(core.live)),
                 alpha=method.alpha(version),
+                device_memory_bytes=devices.allocated_bytes(core.update.device),
                 meter=dataclasses.replace(self.meter),
                 workers=workers,
             )

@@ -67,6 +67,7 @@ def test_a_service_on_an_accelerator_computes_what_the_core_does_on_the_cpu(make
             assert reply.snapshot.iterate.dtype is (dtype or torch.float32)
             expected = on_cpu.snapshot.iterate.to(dtype or torch.float32)
             torch.testing.assert_close(reply.snapshot.iterate, expected)  # so it is in host memory
+        assert running.service.measure().device_memory_bytes > 0
     assert core.snapshot.iterate.device == core.momentum.device == torch.device(accelerator)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(core.momentum.cpu(), torch.zeros(LAYOUT.size))
