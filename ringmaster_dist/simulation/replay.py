@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_core, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
@@ -23,6 +24,8 @@ from ringmaster_dist.protocol import Verdict
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.wire import Codec
+
+_NAMED_WORKERS = 4  # in a message
 
 
 class Outcome(NamedTuple):
@@ -101,7 +104,7 @@ def replay(directory: Path) -> Outcome:
             return Outcome(
                 False, before, index,
                 f"the loss at version {version} (arrival {index}) was {arrival.loss!r}, the replay says {loss!r}: "
-                f"the iterates differ from update {version} on{_why_different(config, wire, computed)}",
+                f"the iterates differ from update {version} on{_why_different(config, wire, computed, members)}",
             )  # fmt: skip
         iterates.setdefault(core.version, core.snapshot.iterate)
         for old in [v for v in (version, before) if last_use.get(v, -1) <= index and v != core.version]:
@@ -115,7 +118,7 @@ def replay(directory: Path) -> Outcome:
         return Outcome(False, core.version, len(arrivals), "the numbers of updates differ")
     different = [name for name, view in views.items() if name not in final or not torch.equal(final[name], view)]
     if different:
-        why = _why_different(config, wire, last) if last else ""
+        why = _why_different(config, wire, last, members) if last else ""
         return Outcome(False, core.version, len(arrivals), f"the final iterate differs in {', '.join(different)}{why}")
     return Outcome(True, core.version, len(arrivals), "the same bits")
 
@@ -132,14 +135,22 @@ def _apply(core: ServerCore, member: Member) -> None:
         core.leave(member.worker)
 
 
-def _why_different(config: Config, wire: Codec, computed: _Computed) -> str:
+def _why_different(config: Config, wire: Codec, computed: _Computed, members: list[Member]) -> str:
     """Why a replay may find other bits: the gradient, or the factory, does not repeat, or the workers were others."""
     torch.set_num_threads(config.cluster.threads)  # as the workers
     found = _gradient_twice(config, wire, computed) + _factory_twice(config, computed.problem)
-    return found or (
-        "; the replay computes on this CPU, and workers on an accelerator, on another kind of CPU or with another "
-        "torch give other bits"
-    )
+    return found or f"; {_on_accelerators(members)}"
+
+
+def _on_accelerators(members: list[Member]) -> str:
+    """Names the workers that computed on an accelerator, as far as they are known."""
+    known = {member.worker: member.computed_on for member in members if member.device}
+    named = [f"worker {worker} computed on {on}" for worker, on in known.items() if on != devices.CPU]
+    if named:
+        more = f" (and {len(named) - _NAMED_WORKERS} more on accelerators)" if len(named) > _NAMED_WORKERS else ""
+        return f"{', '.join(named[:_NAMED_WORKERS])}{more}, and the replay computes on this CPU, which gives other bits"
+    kinds = "on an accelerator, on another kind of CPU" if len(known) < len(members) else "on another kind of CPU"
+    return f"the replay computes on this CPU, and workers {kinds} or with another torch give other bits"
 
 
 def _gradient_twice(config: Config, wire: Codec, computed: _Computed) -> str:

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+from ringmaster_dist import devices
 from ringmaster_dist.config.compose import load
+from ringmaster_dist.observe.page_data import page_data
 from ringmaster_dist.observe.run_directory import RunDirectory
-from ringmaster_dist.observe.run_files import RunFiles
+from ringmaster_dist.observe.run_files import Recording, RunFiles
 from ringmaster_dist.protocol import Verdict
 from ringmaster_dist.simulation.session import simulate
 from tests import pretend
@@ -63,8 +65,18 @@ def test_an_accelerator_and_the_cpu_work_in_one_run(nanochat, tmp_path, accelera
     arrivals, summary, _ = train(tmp_path / "run", *nanochat, *given)
     assert (summary.updates, summary.invalid) == (5, 0)
     assert sorted(arrival.worker for arrival in arrivals if arrival.verdict is Verdict.ACCEPTED) == [0] * 5 + [1] * 5
+    expected = {(accelerator, devices.title(accelerator)), ("cpu", "CPU")}
+    joined = {m.worker: (m.device, m.device_title) for m in RunFiles(tmp_path / "run").members() if m.event == "join"}
+    assert set(joined.values()) == expected
+    assert {int(w): (row.device, row.device_title) for w, row in summary.per_worker.items()} == joined
+    (run,) = page_data([Recording(tmp_path / "run")])["runs"]
+    assert {row["device"] for row in run["workers"]} == {f"{accelerator} ({devices.title(accelerator)})", "cpu"}
+    named = next(f"worker {w} computed on {accelerator} (" for w, device in joined.items() if device[0] == accelerator)
     outcome = recompute(tmp_path / "run")
-    assert outcome.same or "workers on an accelerator" in outcome.message
+    assert outcome.same or named in outcome.message
+    trace = tmp_path / "run/trace.jsonl"
+    trace.write_text(trace.read_text().replace(f'"loss": {arrivals[0].loss!r}', f'"loss": {arrivals[0].loss + 0.1!r}'))
+    assert named in recompute(tmp_path / "run").message
 
 
 def test_a_gradient_in_device_memory_ends_its_worker(tmp_path, accelerator, monkeypatch):
