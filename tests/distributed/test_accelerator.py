@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.unit.test_devices import OWN
 
 pytestmark = pytest.mark.accelerator
 
+ROOT = Path(__file__).parents[2]
 TINY = ["problem=nanochat", "problem.batch=2", "problem.precision=float32", "problem.attention=sdpa", "data=text",
         "model.n_layer=2", "model.n_embd=32", "model.sequence_len=32", "model.vocab_size=300", "geometry=euclidean",
         "budget.updates=30", "budget.seconds=60"]  # fmt: skip
@@ -95,3 +97,32 @@ def test_a_gradient_in_device_memory_ends_its_worker(tmp_path, accelerator, monk
         assert {a["worker"] for a in run.arrivals()} == {0}
         run.process.send_signal(signal.SIGINT)
         check_finished(run)
+
+
+# An interpreter that answers questions, and writes down what it would start.
+NOTING = """#!/bin/sh
+if [ "$1" = -c ]; then exec {python} "$@"; fi
+echo "$@" >>{folder}/started
+"""
+
+
+def test_the_launcher_starts_a_worker_for_each_device(accelerator, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(NOTING.format(python=sys.executable, folder=tmp_path))
+    python.chmod(0o755)
+
+    def started(*given, **settings):
+        environment = {**os.environ, "RINGMASTER_PYTHON": str(python), **settings}
+        subprocess.run([ROOT / "launch/worker.sh", "10.0.0.1:9", *given], env=environment, check=True, timeout=60)
+        lines = (tmp_path / "started").read_text().splitlines()
+        (tmp_path / "started").unlink()
+        return [[word for word in line.split() if "=" in word] for line in lines]
+
+    found = devices.accelerators()
+    (words,) = started("slot=3")
+    assert {f"workers={len(found)}", f"device={','.join(found)}", "server=10.0.0.1:9", "slot=3"} <= set(words)
+    agents = started(f"device=cpu,{accelerator}", "slot=3", LAUNCHER="torchrun", WORKERS="3")
+    assert sorted(word for words in agents for word in words if word.startswith("device=")) == sorted(
+        ["device=cpu", f"device={accelerator}", "device=cpu"]
+    )
+    assert all({"server=10.0.0.1:9", "slot=3"} <= set(words) for words in agents)
