@@ -42,10 +42,11 @@ _PLACES = {
 }
 
 
-def run(name: str, *, quick: bool, as_json: bool) -> None:
-    """Runs one of `BENCHES` and prints its tables."""
+def run(name: str, *, quick: bool, as_json: bool, profile: Path | None = None) -> None:
+    """Runs one of `BENCHES` and prints its tables. ``profile`` is for `scale`."""
     module, function = _PLACES.get(name, (name, "run"))
-    getattr(importlib.import_module(f"{__name__}.{module}"), function)(quick, as_json)
+    own = () if profile is None else (profile,)
+    getattr(importlib.import_module(f"{__name__}.{module}"), function)(quick, as_json, *own)
 
 
 # --- time --------------------------------------------------------------------------------------------------------

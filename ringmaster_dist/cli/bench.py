@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 
 from ringmaster_dist.bench import BENCHES, run
 from ringmaster_dist.cli.parser import Parser
@@ -13,21 +14,25 @@ from ringmaster_dist.config.errors import UserError
 
 def bench_options(parser: Parser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="which benches to run (default: all)")
+    parser.setting("profile=FILE", "scale: the workers are the devices in this file of ringmaster profile, and not the "
+                   "paper's GPUs", Path)  # fmt: skip
     parser.switch("--quick", help="fewer repetitions and shorter runs")
     parser.switch("--json", help="one line of JSON per bench")
     parser.epilog = "benches:\n" + "\n".join(f"  {name:<13} {text}" for name, text in BENCHES.items())
 
 
 def run_bench(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster bench [NAME ...] [--quick] [--json]
+    """ringmaster bench [NAME ...] [profile=FILE] [--quick] [--json]
 
     Measures this system versus its alternatives, in the same run. A bench that repeats shows the best and the worst.
     """
     names = arguments.names or list(BENCHES)
     if unknown := [name for name in names if name not in BENCHES]:
         raise UserError(f"there is no bench {unknown[0]!r}; known: {', '.join(BENCHES)}")
+    if arguments.profile and names != ["scale"]:
+        raise UserError(f"profile={arguments.profile} is for ringmaster bench scale only")
     began = time.monotonic()
     for name in names:
-        run(name, quick=arguments.quick, as_json=arguments.json)
+        run(name, quick=arguments.quick, as_json=arguments.json, profile=arguments.profile)
     print(f"{len(names)} benches in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
     return 0
