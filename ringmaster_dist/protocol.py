@@ -35,9 +35,30 @@ class Receipt(NamedTuple):
 
 
 # Programs with different versions of these messages refuse each other.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 _MOST = 2**62  # of anything that is counted
+_MOST_DEVICES, _LONGEST_WORD = 128, 100  # of one worker's machine, and of their names and titles
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-9, 1e9  # rates and their sums stay finite
+
+
+class Device(NamedTuple):
+    """What a worker computes on. Both are empty if that is not known."""
+
+    name: str = ""  # as torch names it, such as cuda:0
+    title: str = ""  # the product, such as NVIDIA H100
+
+    @classmethod
+    def described(cls, name: str, title: str) -> Device:
+        """The device in words that `is_well_formed` accepts. Other characters become question marks."""
+        return cls(name, "".join(c if c.isascii() and c.isprintable() else "?" for c in title)[:_LONGEST_WORD])
+
+    def is_well_formed(self) -> bool:
+        return all(
+            type(word) is str and len(word) <= _LONGEST_WORD and word.isascii() and word.isprintable() for word in self
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.title})" if self.title.lower() != self.name else self.name
 
 
 class JoinRequest(NamedTuple):
@@ -46,11 +67,17 @@ class JoinRequest(NamedTuple):
     protocol_version: int
     token: str  # the run's secret
     slot: int  # its place in the delay profile; -1 stands for its own id
+    devices: tuple[Device, ...] = ()  # by its slot it computes on one of these, see `device_of`
 
     def is_well_formed(self) -> bool:
         """Whether every field has its type. A peer may send anything."""
         words = type(self.token) is str and self.token.isascii()
-        return words and type(self.protocol_version) is int and type(self.slot) is int
+        numbers = type(self.protocol_version) is int and type(self.slot) is int
+        return words and numbers and _are_devices(self.devices)
+
+    def device_of(self, slot: int) -> Device:
+        """Where the worker with this slot computes, because workers take the devices of a machine in turn."""
+        return self.devices[slot % len(self.devices)] if self.devices else Device()
 
 
 class Welcome(NamedTuple):
@@ -93,6 +120,12 @@ class Push(NamedTuple):
             and (self.compute_seconds == 0.0 or self.compute_seconds >= _SHORTEST_SECONDS)
             and isinstance(self.gradient, torch.Tensor)
         )
+
+
+def _are_devices(given: object) -> bool:
+    if type(given) is not tuple or len(given) > _MOST_DEVICES:
+        return False
+    return all(isinstance(device, Device) and device.is_well_formed() for device in given)
 
 
 def _is_count(number: object) -> bool:

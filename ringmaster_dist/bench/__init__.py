@@ -45,11 +45,10 @@ _PLACES = {
 ON_DEVICES = ("update", "server")  # these take device=
 
 
-def run(name: str, *, quick: bool, as_json: bool, device: str = "") -> None:
-    """Runs one of `BENCHES` and prints its tables."""
+def run(name: str, *, quick: bool, as_json: bool, **settings: Any) -> None:
+    """Runs one of `BENCHES` and prints its tables. Some have settings of their own."""
     module, function = _PLACES.get(name, (name, "run"))
-    place = {"device": device} if device else {}
-    getattr(importlib.import_module(f"{__name__}.{module}"), function)(quick, as_json, **place)
+    getattr(importlib.import_module(f"{__name__}.{module}"), function)(quick, as_json, **settings)
 
 
 # --- time --------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """``ringmaster bench scale``: how large a cluster one server carries, from what is measured here and what is assumed.
 
 Two updates are measured, from which two rates of this machine follow, and a third as a check. The simulator says what a
-mixed cluster of N workers delivers and how much of it is accepted. The links, a GPU to serve from and the gradient
-times of workers are assumed: the paper's table for its own model, and arithmetic for a larger one.
+mixed cluster of N workers delivers and how much of it is accepted. The links and a GPU to serve from are assumed. The
+gradient times of workers are those of a file of ``ringmaster profile``, with its model, or the paper's table with the
+paper's model. For a larger model they are arithmetic.
 
 Each accepted gradient costs the server one update, and moves the model once in and once out. Links are full duplex, and
 transfers overlap with updates, so the smaller of the two rates is the limit. Workers ask for one exchange per gradient.
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +27,9 @@ from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.bench import show
 from ringmaster_dist.bench.arithmetic import paper_parameters, update_step
-from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS, base_seconds
-from ringmaster_dist.simulation.forecast import forecast
+from ringmaster_dist.config.profile_file import Profile, read_profile
+from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS
+from ringmaster_dist.simulation.forecast import forecast, horizon_of
 
 _ORTHOGONALIZATION_STEPS = 5
 _ELEMENTWISE_BYTES = 5 * 4  # iterate, momentum and gradient are read, iterate and momentum written, fp32
@@ -99,20 +102,58 @@ def described(name: str, parameters: list[Parameter]) -> Model:
     return Model(name, sum(p.size for p in parameters), orthogonalization_flops(matrices))
 
 
-def run(quick: bool, as_json: bool) -> None:
+class Cluster(NamedTuple):
+    """The workers take the devices in turn."""
+
+    devices: str  # in words
+    model: Model
+    seconds: list[float]  # per gradient of this model, by device
+    horizon_seconds: float | None = None  # how long it is played; None if that depends on its size
+
+    def of_size(self, workers: int) -> list[float]:
+        """Seconds per gradient of each worker."""
+        return [self.seconds[worker % len(self.seconds)] for worker in range(workers)]
+
+    @property
+    def mean_rate(self) -> float:
+        """Gradients per second of the mean worker."""
+        return sum(1.0 / seconds for seconds in self.seconds) / len(self.seconds)
+
+
+def papers() -> Cluster:
+    model = described("the paper's", paper_parameters())
+    return Cluster("the paper's GPUs", model, list(GPU_GRADIENT_SECONDS.values()), horizon_seconds=3.0)
+
+
+def measured(profile: Profile) -> Cluster:
+    """The cluster of a file. One of an older version does not say how large its model is, so it is the paper's."""
+    content, model = profile.content, papers().model
+    if "parameters" in content:
+        shapes = [(rows, cols) for rows, cols, number in content["matrices"] for _ in range(number)]
+        model = Model(content["model"] or content["problem"], content["parameters"], orthogonalization_flops(shapes))
+    return Cluster(f"the devices of {profile.path}", model, profile.seconds)
+
+
+def run(quick: bool, as_json: bool, profile: Path | None = None) -> None:
+    cluster = papers()
+    if profile is not None:
+        file = read_profile(profile, "profile")
+        cluster = measured(file)
+        show(f"scale: {cluster.devices}, {cluster.model.name}, {cluster.model.parameters:,} parameters",
+             ["device", "name", "host", "ms", "std"], _device_rows(file), as_json)  # fmt: skip
     machine, rows = measured_machine(repeats=1 if quick else 8)
     show("scale: updates measured here, and a third from the rates of the first two",
          ["model", "parameters", "ms", "ms by the rates"], rows, as_json)  # fmt: skip
-    paper, large = described("the paper's", paper_parameters()), described("1 B", transformer(20, 1792, 65_536))
+    small, large = cluster.model, described("1 B", transformer(20, 1792, 65_536))
     show("scale: the most one server does per second",
-         ["model", "server", "updates/s", "wire", "10 Gbit/s", "100 Gbit/s"], limits([paper, large], [machine, _GPU]),
+         ["model", "server", "updates/s", "wire", "10 Gbit/s", "100 Gbit/s"], limits([small, large], [machine, _GPU]),
          as_json)  # fmt: skip
-    show("scale: mixed clusters in virtual time, the paper's model, R = workers; loads, 1 is saturated",
+    show(f"scale: {cluster.devices} in virtual time, model {small.name}, R = workers; loads, 1 is saturated",
          ["workers", "gradients/s", "accepted/s", "MB/s each way", "load here", "GPU", "10 Gbit/s", "100 Gbit/s"],
-         clusters(paper, machine, _WORKERS_QUICK if quick else _WORKERS), as_json)  # fmt: skip
+         clusters(cluster, machine, _WORKERS_QUICK if quick else _WORKERS), as_json)  # fmt: skip
     show("scale: the largest cluster of one server",
          ["model", "server and link", "as it is", "bfloat16", "+ 8 accumulated", "+ 4 shards"],
-         largest([(paper, _paper_rate()), (large, _large_rate(large))], [machine, _GPU]), as_json)  # fmt: skip
+         largest([(small, cluster.mean_rate), (large, _large_rate(large))], [machine, _GPU]), as_json)  # fmt: skip
 
 
 def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
@@ -154,11 +195,13 @@ def limits(models: list[Model], machines: list[Machine]) -> list[dict[str, Any]]
     ]  # fmt: skip
 
 
-def clusters(model: Model, machine: Machine, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    rows = []
+def clusters(cluster: Cluster, machine: Machine, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    rows, model = [], cluster.model
     for workers in sizes:
-        times = base_seconds("gpus", workers, GPU_GRADIENT_SECONDS["A100"]).tolist()
-        played = forecast(times, Method(Constant(0.1, 0.1, workers)), jitter=0.05, interrupt=True, horizon_seconds=3.0)
+        times = cluster.of_size(workers)
+        horizon = cluster.horizon_seconds or horizon_of(times)
+        method = Method(Constant(0.1, 0.1, workers))
+        played = forecast(times, method, jitter=0.05, interrupt=True, horizon_seconds=horizon)
         moved = played.gradients_per_second * model.parameters * 4  # bytes per second
         rows.append(
             {"workers": workers, "gradients/s": _short(played.gradients_per_second),
@@ -190,9 +233,12 @@ def _carried(
     return largest_cluster(1.0 / slower, rate, accumulation) or "<1"
 
 
-def _paper_rate() -> float:
-    """Gradients per second of the mean worker of the paper's table."""
-    return sum(1.0 / seconds for seconds in GPU_GRADIENT_SECONDS.values()) / len(GPU_GRADIENT_SECONDS)
+def _device_rows(profile: Profile) -> list[dict[str, Any]]:
+    return [
+        {**{name: device.get(name, "") for name in ("device", "name", "host")},
+         "ms": _short(1e3 * device["seconds_mean"]), "std": _short(1e3 * device.get("seconds_std", 0.0))}
+        for device in profile.devices
+    ]  # fmt: skip
 
 
 def _large_rate(model: Model) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
 from ringmaster_dist.bench import BENCHES, ON_DEVICES, run
 from ringmaster_dist.cli.parser import Parser
@@ -16,19 +18,22 @@ def bench_options(parser: Parser) -> None:
     parser.setting(
         "device=NAME", f"where updates are computed, such as cuda:0; for {' and '.join(ON_DEVICES)}", str, ""
     )
+    parser.setting("profile=FILE", "scale: the workers are the devices in this file of ringmaster profile, and not the "
+                   "paper's GPUs", Path)  # fmt: skip
     parser.switch("--quick", help="fewer repetitions and shorter runs")
     parser.switch("--json", help="one line of JSON per bench")
     parser.epilog = "benches:\n" + "\n".join(f"  {name:<13} {text}" for name, text in BENCHES.items())
 
 
 def run_bench(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster bench [NAME ...] [device=NAME] [--quick] [--json]
+    """ringmaster bench [NAME ...] [device=NAME] [profile=FILE] [--quick] [--json]
 
     Measures this system versus its alternatives, in the same run. A bench that repeats shows the best and the worst.
     """
     names = arguments.names or list(BENCHES)
     if unknown := [name for name in names if name not in BENCHES]:
         raise UserError(f"there is no bench {unknown[0]!r}; known: {', '.join(BENCHES)}")
+    settings: dict[str, Any] = {}
     if arguments.device:
         from ringmaster_dist import devices
 
@@ -37,8 +42,13 @@ def run_bench(arguments: Namespace, overrides: list[str]) -> int:
             raise UserError(
                 f"device={arguments.device}: {other[0]} takes no device, only {' and '.join(ON_DEVICES)} do"
             )
+        settings["device"] = arguments.device
+    if arguments.profile:
+        if names != ["scale"]:
+            raise UserError(f"profile={arguments.profile} is for ringmaster bench scale only")
+        settings["profile"] = arguments.profile
     began = time.monotonic()
     for name in names:
-        run(name, quick=arguments.quick, as_json=arguments.json, device=arguments.device)
+        run(name, quick=arguments.quick, as_json=arguments.json, **settings)
     print(f"{len(names)} benches in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
     return 0

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ringmaster_dist.cli.parser import Parser, whole
+from ringmaster_dist.cli.parser import Parser, several, whole
+from ringmaster_dist.cli.worker import device_names
 from ringmaster_dist.config.errors import UserError
-
-if TYPE_CHECKING:
-    from ringmaster_dist.config.schema import Config
-
-_WARM_UPS = 3
 
 
 def data_options(parser: Parser) -> None:
@@ -49,61 +43,64 @@ def run_data(arguments: Namespace, overrides: list[str]) -> int:
 
 def profile_options(parser: Parser) -> None:
     parser.setting("output=FILE", "where to write", Path, "profile.json")
-    parser.setting("steps=N", "how many gradients to time", whole(2), 100)
+    parser.setting("device=NAME[,...]", "only these devices, such as cuda:0,cpu", device_names)
+    parser.setting("steps=N", "how many gradients to time on each device", whole(2), 100)
+    parser.setting("merge=FILE,FILE", "measure nothing: write the devices of these files as one. A file that is named "
+                   "twice counts twice", several(Path))  # fmt: skip
 
 
 def run_profile(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster profile [output=FILE] [steps=N] [key=value ...]
+    """ringmaster profile [output=FILE] [device=NAME,...] [steps=N] [merge=FILE,FILE] [key=value ...]
 
-    Measures the time of one gradient on each device of this machine, after 3 warm-ups. Each step is
-    timed until the device has finished. The result is a JSON file. Simulations and paced runs take their times from it.
+    Measures the time of one gradient on each device of this machine, the CPU and every accelerator, after 3 warm-ups.
+    The devices are measured one after the other, so that none disturbs another. A step is timed from the iterate in
+    host memory to the gradient in host memory, as a worker computes it. The CPU is measured with cluster.threads
+    threads. The result is one JSON file. Simulations, paced runs, advise, theory and bench scale take their times
+    from it. Workers take the times in turn. With merge=, the files of several machines become one cluster.
 
     Examples
       ringmaster profile problem=nanochat model=nanochat_d6 output=mine.json
-      ringmaster simulate cluster.profile=file cluster.profile_file=mine.json
+      ringmaster profile merge=mine.json,mine.json,other.json output=cluster.json
+      ringmaster simulate cluster.profile=file cluster.profile_file=cluster.json
+      ringmaster advise file=cluster.json
+      ringmaster bench scale profile=cluster.json
     """
-    from ringmaster_dist import devices
-    from ringmaster_dist.config.compose import load
+    from ringmaster_dist.config.profile_file import merged, read_profile
 
-    config = load(["problem=nanochat", *overrides])
-    measured = [_measure(config, name, arguments.steps) for name in devices.available()]
-    found = {"problem": config.problem.name, "model": config.model.name, "devices": measured}
+    if arguments.merge:
+        if overrides or arguments.device:
+            raise UserError(f"merge= measures nothing, so {(overrides or ['device='])[0]} has no effect: leave it out")
+        found = merged([read_profile(path, "merge") for path in arguments.merge])
+    else:
+        from ringmaster_dist import devices
+        from ringmaster_dist.config.compose import load
+        from ringmaster_dist.runtime.profiling import profile
+
+        config = load(["problem=nanochat", *overrides])
+        found = profile(config, arguments.device or devices.available(), arguments.steps, _show_progress)
     try:
-        arguments.output.write_text(json.dumps(found, indent=2))
+        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"output={arguments.output} cannot be written ({error.strerror})") from error
-    for device in measured:
-        mean, std = 1e3 * device["seconds_mean"], 1e3 * device["seconds_std"]
-        print(f"{device['device']:<8} {device['name']:<28} {mean:8.2f} ms, std {std:.2f}, "
-              f"{device['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
+    for device in found["devices"]:
+        print(_shown(device))
     print(f"written: {arguments.output}")
     return 0
 
 
-def _measure(config: Config, device: str, steps: int) -> dict[str, Any]:
-    """The seconds of a gradient on a device, as they stand in the JSON file."""
-    import torch
+def _shown(device: dict[str, Any]) -> str:
+    """A line about a device. A file of an older version does not have every figure."""
+    mean, std = 1e3 * device["seconds_mean"], 1e3 * device.get("seconds_std", 0.0)
+    line = f"{device.get('device', ''):<8} {device.get('name', ''):<28} {mean:8.2f} ms, std {std:.2f}"
+    if rate := device.get("tokens_per_second", 0.0):
+        line += f", {rate:,.0f} tokens/s"
+    return line + (f", {device['host']}" if device.get("host") else "")
 
-    from ringmaster_dist import devices
-    from ringmaster_dist.config.build import build_layout, build_problem
 
-    torch.set_num_threads(config.cluster.threads)
-    problem = build_problem(config, device)
-    build_layout(config, problem)
-    iterate = problem.initial(config.run.seed)
-    seconds = []
-    for step in range(_WARM_UPS + steps):
-        began = time.perf_counter()
-        problem.gradient(iterate, config.run.seed, 0, step)
-        devices.finish(device)
-        seconds.append(time.perf_counter() - began)
-        if sys.stderr.isatty() and step % 10 == 0:
-            print(f"\r{device}: step {step} of {_WARM_UPS + steps}", end="", file=sys.stderr)
-    if sys.stderr.isatty():
+def _show_progress(device: str, step: int, steps: int) -> None:
+    if not sys.stderr.isatty():
+        return
+    if step + 1 == steps:
         print("\r\033[K", end="", file=sys.stderr)
-    kept = seconds[_WARM_UPS:]
-    tokens = config.problem.batch * config.model.sequence_len if config.problem.name == "nanochat" else 0
-    name = devices.title(device) + (f", {config.cluster.threads} thread(s)" if devices.is_cpu(device) else "")
-    mean = statistics.mean(kept)
-    return {"device": device, "name": name, "seconds_mean": mean, "seconds_std": statistics.stdev(kept),
-            "tokens_per_second": tokens / mean, "steps": steps}  # fmt: skip
+    elif step % 10 == 0:
+        print(f"\r{device}: step {step} of {steps}", end="", file=sys.stderr)

@@ -42,6 +42,7 @@ def _simulate(overrides: list[str]) -> int:
     from rich.console import Console
 
     from ringmaster_dist.config.describe import annotated
+    from ringmaster_dist.config.profile_file import warn_about_times
     from ringmaster_dist.observe.console import ProgressLine
     from ringmaster_dist.observe.loggers import open_logger
     from ringmaster_dist.observe.report import show_summary
@@ -51,6 +52,7 @@ def _simulate(overrides: list[str]) -> int:
     from ringmaster_dist.runtime.saved_weights import chosen_weights, write_initial
     from ringmaster_dist.simulation.session import simulate
 
+    warn_about_times(config)
     rehearse(config)
     initial = chosen_weights(config)
     name = f"{config.problem.name}-{config.method.name}"

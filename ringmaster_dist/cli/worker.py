@@ -27,7 +27,8 @@ def _server(text: str) -> str:
     return text if text.startswith("@") else server_address(text)
 
 
-def _devices(text: str) -> list[str]:
+def device_names(text: str) -> list[str]:
+    """Checks that this machine has the devices."""
     from ringmaster_dist import devices
 
     names = text.split(",")
@@ -51,7 +52,7 @@ def worker_options(parser: Parser) -> None:
     parser.setting("target=NAME", "the problem.target that it may import, if the run has one (problem=python)", str, "")
     parser.setting("device=NAME[,...]", "where it computes, such as cuda:1 or cpu; workers=N take several in turn. "
                    "Without it, workers take the accelerators in turn, or the CPU if there is none",
-                   _devices)  # fmt: skip
+                   device_names)  # fmt: skip
     parser.setting("tls=BOOL", "false means no encryption, for a server with server.tls=false", _true_or_false, "true")
     parser.setting("slot=N", "the place in the delay profile that sets its pace; -1 means its own id", whole(), -1)
     parser.setting("connect_seconds=S", "how long it waits for a connection", seconds, ServerConfig.connect_seconds)

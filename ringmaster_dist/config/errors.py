@@ -1,4 +1,4 @@
-"""The exception for a mistake of the user, and how a process ends with one."""
+"""The exception for a mistake of the user, how a process ends with one, and warnings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from ringmaster_dist.errors import Mistake
 
 class UserError(Exception):
     """A mistake of the user: the message is one helpful line, shown without traceback, exit code 2."""
+
+
+def warn(text: str) -> None:
+    """Tells the user of something that is allowed and may not be meant."""
+    print(f"ringmaster: warning: {text}", file=sys.stderr, flush=True)
 
 
 def exit_code_of(work: Callable[[], int]) -> int:

@@ -252,7 +252,9 @@ def _named(name: str, value: float | None) -> str:
 
 def _print_workers(say: Callable[..., None], per_worker: dict[str, WorkerSummary]) -> None:
     say()
-    say("  worker   s/gradient   accepted      stale    stopped   share of accepted")
+    width = max(len(worker.device) for worker in per_worker.values())
+    device = f"   {'device':<{max(6, width)}}" if width else ""  # simulated workers have none
+    say(f"  worker{device}   s/gradient   accepted      stale    stopped   share of accepted")
     total = sum(worker.accepted for worker in per_worker.values())
     rows = list(per_worker.items())
     shown = rows if len(rows) <= _WORKERS_IN_SUMMARY else rows[: _WORKERS_IN_SUMMARY - 1] + rows[-1:]
@@ -260,8 +262,9 @@ def _print_workers(say: Callable[..., None], per_worker: dict[str, WorkerSummary
         if index == _WORKERS_IN_SUMMARY - 1 and len(rows) > _WORKERS_IN_SUMMARY:
             say("     ...")
         share = share_of(worker.accepted, total)
+        device = f"   {worker.device:<{max(6, width)}}" if width else ""
         say(
-            f"  {name:>6}   {worker.base_seconds:>10.4g} {worker.accepted:>10,} {worker.stale:>10,} "
+            f"  {name:>6}{device}   {worker.base_seconds:>10.4g} {worker.accepted:>10,} {worker.stale:>10,} "
             f"{worker.interrupted:>10,}   {share:>5.1%} {'█' * round(20 * share)}"
         )
     say()

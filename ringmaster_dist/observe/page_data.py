@@ -150,6 +150,7 @@ def _workers(recording: Recording) -> list[dict[str, Any]]:
     last_sequence = np.full(size, -1, dtype=np.int64)
     np.maximum.at(last_sequence, own, trace["sequence"])
     tau, total = measures.mean_compute_seconds(trace), int(counts[ACCEPTED].sum())
+    devices = {member.worker: member.computed_on for member in recording.members}
     found = []
     for worker in range(size):
         arrived = int(sum(count[worker] for count in counts))
@@ -159,6 +160,7 @@ def _workers(recording: Recording) -> list[dict[str, Any]]:
         found.append(
             {
                 "worker": worker,
+                "device": devices.get(worker, ""),
                 **{name: int(counts[code][worker]) for code, name in enumerate(VERDICTS)},
                 "interrupted": known.interrupted if known else max(0, int(last_sequence[worker]) + 1 - arrived),
                 "share": measures.share_of(int(counts[ACCEPTED][worker]), total),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 from ringmaster_dist import __version__
-from ringmaster_dist.protocol import Verdict
+from ringmaster_dist.protocol import Device, Verdict
 
 VERDICTS = {verdict.value: verdict for verdict in Verdict}
 OBJECTIVES = ("gap", "loss")  # the first one that an evaluation has is the objective
@@ -52,6 +52,13 @@ class Member(NamedTuple):
     event: str  # "join" or "leave"
     pushes: int  # that came before it
     slot: int
+    device: str = ""  # such as cuda:0
+    device_title: str = ""  # such as NVIDIA H100
+
+    @property
+    def computed_on(self) -> str:
+        """The device in words. Empty if an older version wrote the line."""
+        return str(Device(self.device, self.device_title))
 
 
 class Term(NamedTuple):
@@ -164,6 +171,12 @@ class WorkerSummary:
     interrupted: int = 0
     used_seconds: float = 0.0
     wasted_seconds: float = 0.0
+    device: str = ""  # of a real worker
+    device_title: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures. A simulated worker has no device."""
+        return {name: value for name, value in vars(self).items() if value != ""}
 
 
 @dataclass
@@ -211,7 +224,7 @@ class Summary:
             if name == "evaluation":
                 values |= finite({f"final_{key}": number for key, number in value.items()})
             elif name == "per_worker":
-                values[name] = {worker: vars(figures) for worker, figures in value.items()}
+                values[name] = {worker: figures.to_json() for worker, figures in value.items()}
             elif value is not None:
                 values[name] = value
         return values

@@ -15,7 +15,7 @@ from ringmaster_dist import devices
 from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.profile_file import measured_times
+from ringmaster_dist.config.profile_file import measured_times, warn_about_times
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.secret import servers_token
 from ringmaster_dist.observe.console import ProgressLine
@@ -47,6 +47,7 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
     _refuse_loopback_for_others(config)
     _refuse_plain_text(config)
     refuse_missing_devices(config)
+    warn_about_times(config)
     token = servers_token()
     if resumed:
         directory = _reopened(config, Path(resumed), token, asked="resume=auto" not in overrides)

@@ -6,14 +6,13 @@ So a mistake in the user's code is reported once, and not by every worker.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Mapping
 
 import torch
 
 from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_layout, build_problem
-from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.errors import UserError, warn
 from ringmaster_dist.config.own_code import reported_once
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.problems import Problem
@@ -69,7 +68,7 @@ def _rehearse(config: Config, device: str) -> None:
             "not accept such gradients"
         )
     if float(first_loss) != float(second_loss) or not _is_same(first, second.detach(), exact=devices.is_cpu(device)):
-        _warn(
+        warn(
             f"problem.target={target}: the gradient is not a function of its arguments: computed twice with the same "
             "arguments it differs, so ringmaster replay will not give the same bits"
         )
@@ -79,7 +78,7 @@ def _rehearse(config: Config, device: str) -> None:
     with reported_once(target, "the state for an export could not be made"):
         weights.by_name(problem, layout, iterate)
     if isinstance(problem, ModuleProblem) and problem.unusual_buffers:
-        _warn(
+        warn(
             f"problem.target={target}: {', '.join(problem.unusual_buffers)} changes its buffers while it trains: they "
             "begin every gradient as the factory makes them, so nothing is learnt in them (docs/extending.md, a model)"
         )
@@ -115,7 +114,3 @@ def _check_figures(target: str, figures: object) -> None:
     for name, value in figures.items():
         if not isinstance(name, str) or not isinstance(value, int | float):
             raise UserError(f"problem.target={target}: evaluate gave {name!r}: {type(value).__name__}: {expected}")
-
-
-def _warn(text: str) -> None:
-    print(f"ringmaster: warning: {text}", file=sys.stderr, flush=True)

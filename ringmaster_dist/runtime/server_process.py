@@ -252,6 +252,8 @@ def _summary(
             interrupted=status.interruptions.num,
             used_seconds=status.used_seconds,
             wasted_seconds=status.wasted_seconds + status.interruptions.seconds,
+            device=status.device.name,
+            device_title=status.device.title,
         )
     slowest = max((worker.base_seconds for worker in workers.values()), default=0.0)
     return summarize(

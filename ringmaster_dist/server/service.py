@@ -296,7 +296,7 @@ class Service:
             return Welcome("", reason, False, -1, "", "", None)
         if self._life.is_ending:
             return Welcome("", "the run is over", True, -1, "", "", None)
-        worker, session = self._members.admit(request.slot)
+        worker, session = self._members.admit(request)
         self._admission.note_join()
         self.meter.num_joined += 1
         settings, published = self._settings, self._publisher.snapshot

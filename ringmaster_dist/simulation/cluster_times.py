@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.profile_file import cluster_seconds, read_times
+from ringmaster_dist.config.profile_file import cluster_seconds, read_profile
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS
 
@@ -29,7 +29,7 @@ def gradient_times(given: Mapping[str, str], gpus: bool, config: Config) -> tupl
         except ValueError:
             raise UserError(f"times={given['times']}: must be numbers of seconds, such as 1,2,4") from None
     elif "file" in given:
-        times, what = read_times(Path(given["file"])), given["file"]
+        times, what = read_profile(Path(given["file"]), "file").seconds, given["file"]
     elif "run" in given:
         times, what = _times_of_run(Path(given["run"])), f"the workers of {given['run']}"
     elif gpus:

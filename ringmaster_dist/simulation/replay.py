@@ -33,6 +33,7 @@ from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.wire import Codec
 
 TOLERANCE = 0.02  # of a loss, if an accelerator took part
+_NAMED_WORKERS = 4  # in a message
 
 
 class Outcome(NamedTuple):
@@ -97,7 +98,8 @@ def replay(directory: Path) -> Outcome:
     arrivals, members, terms = files.arrivals(), files.members(), files.terms()
     make_core = partial(build_core, config, problem, directory)
     core = make_core(devices.here(terms[0].device))
-    agreement = _Agreement(TOLERANCE if any(term.device != devices.CPU for term in terms) else 0.0)
+    used = {term.device for term in terms} | {member.device for member in members}
+    agreement = _Agreement(TOLERANCE if used - {devices.CPU, ""} else 0.0)
     wire = Codec(build_wire(config), core.update.layout.size, problem.dtype)
     last_use = {arrival.gradient_version: index for index, arrival in enumerate(arrivals)}
     iterates = {0: core.snapshot.iterate.cpu()}
@@ -147,7 +149,7 @@ def replay(directory: Path) -> Outcome:
             return Outcome(
                 False, before, index,
                 f"the loss at version {version} (arrival {index}) was {arrival.loss!r}, the replay says {loss!r}: "
-                f"the iterates differ from update {version} on{_why_different(config, wire, computed)}",
+                f"the iterates differ from update {version} on{_why_different(config, wire, computed, members)}",
             )  # fmt: skip
         iterates.setdefault(core.version, core.snapshot.iterate.cpu())
         for old in [v for v in (version, before) if last_use.get(v, -1) <= index and v != core.version]:
@@ -160,7 +162,7 @@ def replay(directory: Path) -> Outcome:
         return Outcome(False, core.version, len(arrivals), "the numbers of updates differ")
     agrees, message = agreement.of_iterates(final, core.update.layout.views(core.snapshot.iterate.cpu()))
     if not agrees and last:
-        message += _why_different(config, wire, last)
+        message += _why_different(config, wire, last, members)
     return Outcome(agrees, core.version, len(arrivals), message)
 
 
@@ -186,14 +188,22 @@ def _apply(core: ServerCore, member: Member) -> None:
         core.leave(member.worker)
 
 
-def _why_different(config: Config, wire: Codec, computed: _Computed) -> str:
+def _why_different(config: Config, wire: Codec, computed: _Computed, members: list[Member]) -> str:
     """Why a replay may find other bits: the gradient, or the factory, does not repeat, or the workers were others."""
     torch.set_num_threads(config.cluster.threads)  # as the workers
     found = _gradient_twice(config, wire, computed) + _factory_twice(config, computed.problem)
-    return found or (
-        "; the replay computes on this CPU, and workers on an accelerator, on another kind of CPU or with another "
-        "torch give other bits"
-    )
+    return found or f"; {_on_accelerators(members)}"
+
+
+def _on_accelerators(members: list[Member]) -> str:
+    """Names the workers that computed on an accelerator, as far as they are known."""
+    known = {member.worker: member.computed_on for member in members if member.device}
+    named = [f"worker {worker} computed on {on}" for worker, on in known.items() if on != devices.CPU]
+    if named:
+        more = f" (and {len(named) - _NAMED_WORKERS} more on accelerators)" if len(named) > _NAMED_WORKERS else ""
+        return f"{', '.join(named[:_NAMED_WORKERS])}{more}, and the replay computes on this CPU, which gives other bits"
+    kinds = "on an accelerator, on another kind of CPU" if len(known) < len(members) else "on another kind of CPU"
+    return f"the replay computes on this CPU, and workers {kinds} or with another torch give other bits"
 
 
 def _gradient_twice(config: Config, wire: Codec, computed: _Computed) -> str:

@@ -91,7 +91,7 @@ def leave(session: str) -> None:
 # --- the restricted unpickler ----------------------------------------------------------------------------------------
 
 _CALLS = {function.__name__: function for function in (join, fetch, push, await_stale, leave)}
-_SENT_BY_WORKERS = ("JoinRequest", "Push", "Interruptions")
+_SENT_BY_WORKERS = ("JoinRequest", "Device", "Push", "Interruptions")
 _SENT_BY_SERVER = ("Welcome", "Reply", "Staleness", "Snapshot", "Receipt", "Verdict")
 # The errors that a result may carry. A worker makes them from a text alone.
 _EXCEPTIONS = ("Exception", "RuntimeError", "ValueError", "TypeError", "KeyError", "AttributeError", "IndexError")

@@ -65,14 +65,21 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
 
 
 def device_of(slot: int, wanted: str = "") -> str:
-    """The device of a worker. Without a wish, workers take the accelerators in turn, or the CPU if there is none.
+    """The device of a worker, by its slot. Raises UserError if this machine does not have the wanted one."""
+    return devices.in_turn(choice_of_devices(wanted), slot)
 
-    Under torchrun the local rank counts, else the slot. Raises UserError if this machine does not have the device.
+
+def choice_of_devices(wanted: str = "") -> list[str]:
+    """The devices that a worker takes in turn by its slot, which it may learn only when it joins.
+
+    Without a wish these are the accelerators, or the CPU if there is none. Under torchrun the local rank has chosen one
+    of them. Raises UserError if this machine does not have the wanted one.
     """
     if wanted:
         try:
             devices.require(wanted)
         except Mistake as error:
             raise UserError(f"device={wanted}: {error}") from error
-        return wanted
-    return devices.in_turn(devices.accelerators() or [devices.CPU], int(os.environ.get("LOCAL_RANK", slot)))
+        return [wanted]
+    found, rank = devices.accelerators() or [devices.CPU], os.environ.get("LOCAL_RANK")
+    return found if rank is None else [devices.in_turn(found, int(rank))]

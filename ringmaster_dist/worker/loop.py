@@ -26,6 +26,7 @@ from ringmaster_dist.problems import Interrupted
 from ringmaster_dist.profiles import jittered_seconds
 from ringmaster_dist.protocol import (
     PROTOCOL_VERSION,
+    Device,
     Interruptions,
     JoinRequest,
     Push,
@@ -64,10 +65,10 @@ class Worker:
 
     def __init__(
         self, connect: Callable[[], Client], make_job: Callable[[str, int], Job], *, token: str, slot: int,
-        patience_seconds: float,
+        devices: tuple[Device, ...], patience_seconds: float,
     ) -> None:  # fmt: skip
         self._connect, self._make_job = connect, make_job
-        self._token, self._slot, self._patience_seconds = token, slot, patience_seconds
+        self._token, self._slot, self._devices, self._patience_seconds = token, slot, devices, patience_seconds
         self._connection: Client | None = None
         self._interruptions = Interruptions()
         self.poll: _LongPoll | None = None  # that of the newest snapshot
@@ -82,7 +83,8 @@ class Worker:
 
     def _work(self) -> bool:
         """One membership. Returns True when the run is over, False when the server has forgotten this worker."""
-        welcome = self._insist(lambda c: c.join(JoinRequest(PROTOCOL_VERSION, self._token, self._slot)))
+        request = JoinRequest(PROTOCOL_VERSION, self._token, self._slot, self._devices)
+        welcome = self._insist(lambda c: c.join(request))
         if welcome.ended:
             log.info("the run is over")
             return True

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from ringmaster_dist import devices
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.protocol import Device
 from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable
 from ringmaster_dist.transport.addresses import split
 from ringmaster_dist.transport.client import Client
 from ringmaster_dist.transport.process_settings import keep_memory
-from ringmaster_dist.worker.job import Job, make_job
+from ringmaster_dist.worker.job import Job, choice_of_devices, make_job
 from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker
 
 
@@ -29,7 +31,7 @@ def work(
     """
     keep_memory()
 
-    where = ""
+    where = server if isinstance(server, str) else ""
 
     def connect() -> Client:
         nonlocal where
@@ -37,9 +39,9 @@ def work(
         return Client(where, token=token, tls=tls, connect_seconds=connect_seconds, call_seconds=call_seconds)
 
     make = partial(make, target=target, device=device)
-    worker = Worker(connect, make, token=token, slot=slot, patience_seconds=patience_seconds)
     try:
-        worker.run()
+        described = tuple(Device.described(name, devices.title(name)) for name in choice_of_devices(device))
+        Worker(connect, make, token=token, slot=slot, devices=described, patience_seconds=patience_seconds).run()
     except Refused as error:
         print(f"ringmaster worker: the server at {where} refused: {error}", file=sys.stderr)
         return 2

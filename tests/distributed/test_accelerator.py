@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from ringmaster_dist import devices
 from ringmaster_dist.config.compose import load
+from ringmaster_dist.observe.page_data import page_data
 from ringmaster_dist.observe.run_directory import RunDirectory
-from ringmaster_dist.observe.run_files import RunFiles
+from ringmaster_dist.observe.run_files import Recording, RunFiles
 from ringmaster_dist.protocol import Verdict
 from ringmaster_dist.simulation.session import simulate
 from tests import pretend
@@ -18,6 +21,7 @@ from tests.unit.test_devices import OWN
 
 pytestmark = pytest.mark.accelerator
 
+ROOT = Path(__file__).parents[2]
 TINY = ["problem=nanochat", "problem.batch=2", "problem.precision=float32", "problem.attention=sdpa", "data=text",
         "model.n_layer=2", "model.n_embd=32", "model.sequence_len=32", "model.vocab_size=300", "geometry=euclidean",
         "budget.updates=30", "budget.seconds=60"]  # fmt: skip
@@ -71,8 +75,18 @@ def test_an_accelerator_and_the_cpu_work_in_one_run(nanochat, tmp_path, accelera
     arrivals, summary, _ = train(tmp_path / "run", *nanochat, *given)
     assert (summary.updates, summary.invalid) == (5, 0)
     assert sorted(arrival.worker for arrival in arrivals if arrival.verdict is Verdict.ACCEPTED) == [0] * 5 + [1] * 5
+    expected = {(accelerator, devices.title(accelerator)), ("cpu", "CPU")}
+    joined = {m.worker: (m.device, m.device_title) for m in RunFiles(tmp_path / "run").members() if m.event == "join"}
+    assert set(joined.values()) == expected
+    assert {int(w): (row.device, row.device_title) for w, row in summary.per_worker.items()} == joined
+    (run,) = page_data([Recording(tmp_path / "run")])["runs"]
+    assert {row["device"] for row in run["workers"]} == {f"{accelerator} ({devices.title(accelerator)})", "cpu"}
+    named = next(f"worker {w} computed on {accelerator} (" for w, device in joined.items() if device[0] == accelerator)
     outcome = recompute(tmp_path / "run")
-    assert outcome.same or "workers on an accelerator" in outcome.message
+    assert outcome.same or named in outcome.message
+    trace = tmp_path / "run/trace.jsonl"
+    trace.write_text(trace.read_text().replace(f'"loss": {arrivals[0].loss!r}', f'"loss": {arrivals[0].loss + 0.1!r}'))
+    assert named in recompute(tmp_path / "run").message
 
 
 def test_a_gradient_in_device_memory_ends_its_worker(tmp_path, accelerator, monkeypatch):
@@ -91,3 +105,32 @@ def test_a_gradient_in_device_memory_ends_its_worker(tmp_path, accelerator, monk
         assert {a["worker"] for a in run.arrivals()} == {0}
         run.process.send_signal(signal.SIGINT)
         check_finished(run)
+
+
+# An interpreter that answers questions, and writes down what it would start.
+NOTING = """#!/bin/sh
+if [ "$1" = -c ]; then exec {python} "$@"; fi
+echo "$@" >>{folder}/started
+"""
+
+
+def test_the_launcher_starts_a_worker_for_each_device(accelerator, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(NOTING.format(python=sys.executable, folder=tmp_path))
+    python.chmod(0o755)
+
+    def started(*given, **settings):
+        environment = {**os.environ, "RINGMASTER_PYTHON": str(python), **settings}
+        subprocess.run([ROOT / "launch/worker.sh", "10.0.0.1:9", *given], env=environment, check=True, timeout=60)
+        lines = (tmp_path / "started").read_text().splitlines()
+        (tmp_path / "started").unlink()
+        return [[word for word in line.split() if "=" in word] for line in lines]
+
+    found = devices.accelerators()
+    (words,) = started("slot=3")
+    assert {f"workers={len(found)}", f"device={','.join(found)}", "server=10.0.0.1:9", "slot=3"} <= set(words)
+    agents = started(f"device=cpu,{accelerator}", "slot=3", LAUNCHER="torchrun", WORKERS="3")
+    assert sorted(word for words in agents for word in words if word.startswith("device=")) == sorted(
+        ["device=cpu", f"device={accelerator}", "device=cpu"]
+    )
+    assert all({"server=10.0.0.1:9", "slot=3"} <= set(words) for words in agents)

@@ -73,6 +73,8 @@ def test_the_page_of_one_run_in_a_browser(runs, tmp_path):
         "Share of work",
         "of compute wasted",
         "finished",
+        "<th>device</th>",
+        "<td>cpu</td>",
     ):
         assert words in dom
     assert dom.count("<canvas") == 2

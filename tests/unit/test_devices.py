@@ -4,8 +4,6 @@ They run on the accelerator of this machine, or on a pretended one (tests/preten
 transfers, but has no streams, no pinned memory and no number types of its own.
 """
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -15,7 +13,9 @@ from ringmaster_dist import devices
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
 from ringmaster_dist.cli.main import main
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.profile_file import read_profile
 from ringmaster_dist.doctor.machine import machine_findings
+from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.problems import Interrupted
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.problems.nanochat import NanoChatConfig
@@ -182,15 +182,33 @@ def test_workers_take_the_accelerators_in_turn(accelerator, monkeypatch):
         device_of(0, MISSING)
 
 
-def test_the_doctor_and_the_profile_list_every_device(accelerator, tmp_path, capsys):
+def test_the_doctor_lists_every_device(accelerator, tmp_path):
     found = {finding.what: finding for finding in machine_findings(tmp_path)}
     assert found[accelerator].ok
     assert "float32" in found[accelerator].text
     assert devices.title(accelerator) in found[accelerator].text
-    written = tmp_path / "profile.json"
-    assert main(["profile", "problem=quadratic", "problem.dim=10", "steps=2", f"output={written}"]) == 0
-    assert [device["device"] for device in json.loads(written.read_text())["devices"]] == devices.available()
-    assert devices.title(accelerator) in capsys.readouterr().out
+
+
+def test_the_profile_of_every_device_is_a_cluster(accelerator, tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("\n".join(f"the {i} of {i * i % 97} is {i % 7}" for i in range(2000)))
+    given = ["data=text", f"data.path={tmp_path}/text", "model.n_layer=2", "model.n_embd=32", "model.sequence_len=32",
+             "model.vocab_size=300", "problem.precision=float32", "problem.attention=sdpa", "steps=2"]  # fmt: skip
+    path = tmp_path / "profile.json"
+    assert main(["profile", *given, f"output={path}"]) == 0
+    assert f"{devices.title(accelerator)} " in capsys.readouterr().out
+    profile = read_profile(path)
+    assert [device["device"] for device in profile.devices] == devices.available()
+    assert all(device["torch"] == torch.__version__ and device["rows"] == 4 for device in profile.devices)
+    assert all(device["seconds_min"] <= device["seconds_mean"] <= device["seconds_max"] for device in profile.devices)
+
+    paced = [f"cluster.profile_file={path}", "cluster.profile=file", "cluster.workers=4", "budget.updates=20"]
+    assert main(["simulate", *paced, f"run.dir={tmp_path}/run", "run.report=false"]) == 0
+    seconds = [worker.base_seconds for worker in RunFiles(tmp_path / "run").summary().per_worker.values()]
+    assert seconds == (4 * profile.seconds)[:4]
+
+    assert main(["profile", *given, f"output={path}", f"device={accelerator}"]) == 0
+    assert [device["device"] for device in read_profile(path).devices] == [accelerator]
 
 
 OWN = """

@@ -1,5 +1,7 @@
 """The service without a network: sessions, leases and waiting calls. The test sets the clock."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
 from ringmaster_dist.algorithm.methods import Method, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.algorithm.update import Update
-from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinRequest, Push, Staleness, Verdict
+from ringmaster_dist.protocol import PROTOCOL_VERSION, Device, Interruptions, JoinRequest, Push, Staleness, Verdict
 from ringmaster_dist.server.admission import Admission
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.leases import Leases
@@ -18,18 +20,24 @@ from ringmaster_dist.wire import Wire
 
 LAYOUT = Layout([Parameter("w", (2, 3))], GEOMETRY_MAPS["muon"])
 
+UNREADABLE_DEVICES = [
+    Device("cuda:0", "H100"), [Device("cuda:0", "H100")], ("cuda:0",), (("cuda:0", "H100"),), (Device("cuda:0", None),),
+    (Device("cuda:0", "\x1b[31m"),), (Device("cud\u00e4", ""),), (Device("x" * 101),), (Device("cpu", "CPU"),) * 129,
+]  # fmt: skip
+
 
 class Notes:
     """A journal that keeps its lines in memory."""
 
     def __init__(self):
-        self.arrivals, self.members, self.changes = [], [], []
+        self.arrivals, self.members, self.changes, self.devices = [], [], [], {}
 
     def arrival(self, time, worker, push, receipt):
         self.arrivals.append((time, worker, push.sequence, receipt.verdict))
 
-    def membership(self, worker, event, pushes, slot):
+    def membership(self, worker, event, pushes, slot, device):
         self.members.append((worker, event, pushes))
+        self.devices[worker] = device
 
     def change(self, time, change):
         self.changes.append(change)
@@ -446,6 +454,7 @@ def test_nonsense_of_one_worker_is_refused_and_does_not_reach_the_others():
         JoinRequest("2", "secret", 0),
         JoinRequest(PROTOCOL_VERSION, None, 0),
         JoinRequest(1, "", 1.5),
+        *(JoinRequest(PROTOCOL_VERSION, "secret", 0, devices) for devices in UNREADABLE_DEVICES),
         good,
     ):
         assert not stage.service.join(request).wait().session
@@ -453,6 +462,28 @@ def test_nonsense_of_one_worker_is_refused_and_does_not_reach_the_others():
     assert stage.service.core.pushes == 0
     assert stage.push(sane, 0, 0).wait().receipt.verdict is Verdict.ACCEPTED
     assert stage.service.failure is None
+
+
+def test_the_server_knows_the_device_of_each_worker_also_after_a_restart():
+    """Workers take the devices of their machine in turn, by a slot that is their id if they have given none."""
+    h100, tesla = Device("cuda:0", "NVIDIA H100/80 GB"), Device.described("cuda:1", "Tesl\u00e4\n" + 200 * "x")
+    assert tesla == Device("cuda:1", "Tesl??" + 94 * "x")
+    offers = [(-1, (h100, tesla)), (-1, (h100, tesla)), (4, (h100, tesla)), (-1, ())]
+    stage = Stage()
+    requests = [JoinRequest(PROTOCOL_VERSION, "secret", slot, devices) for slot, devices in offers]
+    sessions = [stage.service.join(request).wait().session for request in requests]
+    assert stage.notes.devices == {0: h100, 1: tesla, 2: h100, 3: Device()}
+    state = stage.service.capture()
+    assert all(len(line) == 9 for line in state.members)
+    from_checkpoint, lost = Stage(state=state), Stage(restarted=True)
+    old = dataclasses.replace(state, members=[line[:7] for line in state.members])  # of version 0.3
+    assert [member.device for member in Stage(state=old).service.workers.values()] == [Device()] * 4
+    for restarted in (from_checkpoint, lost):
+        for session in sessions:
+            restarted.push(session, 0, 0)
+        known = {worker: member.device for worker, member in restarted.service.workers.items()}
+        assert known == stage.notes.devices
+    assert lost.notes.devices == stage.notes.devices
 
 
 def test_a_failing_thread_ends_the_run_with_an_error():

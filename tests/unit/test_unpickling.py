@@ -82,7 +82,7 @@ def call(function=agent.leave, arguments=("session",), keywords=None):
 
 
 def test_a_server_reads_the_five_calls():
-    request = protocol.JoinRequest(2, "token", -1)
+    request = protocol.JoinRequest(2, "token", -1, 5 * (protocol.Device("cuda:0", "NVIDIA H100"),))
     for function, arguments in ((agent.leave, ("session",)), (agent.join, (request,))):
         read = ServersUnpickler(io.BytesIO(call(function, arguments))).load()
         assert (read.func, read.args, read.kwargs) == (function, arguments, {})
