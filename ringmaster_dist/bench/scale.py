@@ -1,20 +1,23 @@
 """``ringmaster bench scale``: how large a cluster one server carries, from what is measured here and what is assumed.
 
-Two updates are measured, from which two rates of this machine follow, and a third as a check. The simulator says what a
-mixed cluster of N workers delivers and how much of it is accepted. The links and a GPU to serve from are assumed. The
-gradient times of workers are those of a file of ``ringmaster profile``, with its model, or the paper's table with the
-paper's model. For a larger model they are arithmetic.
+Two updates are measured, from which two rates of this machine follow, and a third as a check. The CPU time that a
+server spends on an exchange over TLS is measured too, which needs root and iproute2. The simulator says what a mixed
+cluster of N workers delivers and how much of it is accepted. The links, a GPU to serve from with its host, and the
+gradient times of workers are assumed: the paper's table for its own model, and arithmetic for a larger one.
 
-Each accepted gradient costs the server one update, and moves the model once in and once out. Links are full duplex, and
-transfers overlap with updates, so the smaller of the two rates is the limit. Workers ask for one exchange per gradient.
-Local accumulation of ``k`` gradients divides the number of exchanges, a narrower wire divides the bytes, and shards
-divide both costs.
+Each accepted gradient costs the server one update. It moves the model once in and once out, over the link, through the
+CPU that decrypts and checks it, and between host and device. Links and copies are full duplex. All these overlap, so
+the slowest is the limit. Workers ask for one exchange per gradient. A group of G devices that is one worker, or local
+accumulation of ``k`` gradients, divides the number of exchanges. A narrower wire divides the bytes, and shards divide
+all costs.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,6 +30,7 @@ from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.bench import show
 from ringmaster_dist.bench.arithmetic import paper_parameters, update_step
+from ringmaster_dist.bench.exchange import can_make_links, servers_cpu_seconds
 from ringmaster_dist.config.profile_file import Profile, read_profile
 from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS
 from ringmaster_dist.simulation.forecast import forecast, horizon_of
@@ -42,9 +46,14 @@ class Model(NamedTuple):
 
 
 class Machine(NamedTuple):
+    """Where updates are computed."""
+
     name: str
     flops_per_second: float
     memory_bytes_per_second: float
+    copy_bytes_per_second: float = math.inf  # between host and device, each way
+    cores: int = 1  # of the host, for exchanges
+    cpu_seconds_per_byte: float = 0.0  # of an exchange, per byte of the gradient
 
 
 def orthogonalization_flops(shapes: Iterable[tuple[int, int]]) -> float:
@@ -75,12 +84,19 @@ def transfer_seconds(model: Model, link_bytes_per_second: float, wire_bytes: int
     return model.parameters * wire_bytes / link_bytes_per_second / shards
 
 
-def largest_cluster(exchanges_per_second: float, mean_rate: float, accumulation: int = 1) -> int:
-    """The number of workers with ``mean_rate`` gradients per second each that one server keeps up with."""
-    return int(exchanges_per_second * accumulation / mean_rate)
+def host_seconds(model: Model, machine: Machine, wire_bytes: int, shards: int = 1) -> float:
+    """Seconds of all cores for an exchange, or of the copies between host and device if they take longer."""
+    size = model.parameters * wire_bytes / shards
+    return size * max(machine.cpu_seconds_per_byte / machine.cores, 1.0 / machine.copy_bytes_per_second)
 
 
-_GPU = Machine("a GPU (assumed: 100 Tflop/s, 2 TB/s)", 100e12, 2e12)
+def largest_cluster(exchanges_per_second: float, mean_rate: float, per_exchange: int = 1) -> int:
+    """The number of devices with ``mean_rate`` gradients per second each that one server keeps up with."""
+    return int(exchanges_per_second * per_exchange / mean_rate)
+
+
+_GPU = Machine("a GPU (assumed)", 100e12, 2e12, copy_bytes_per_second=25e9, cores=32)
+_ASSUMED = "a GPU has 100 Tflop/s and 2 TB/s, and 25 GB/s to its host of 32 cores"
 _LINKS = {"10 Gbit/s": 10e9 / 8, "100 Gbit/s": 100e9 / 8}
 _WORKER_FLOPS = 0.4 * 312e12  # per second, of a worker's GPU
 _TOKENS = 65_536  # per gradient of the larger model
@@ -142,18 +158,21 @@ def run(quick: bool, as_json: bool, profile: Path | None = None) -> None:
         show(f"scale: {cluster.devices}, {cluster.model.name}, {cluster.model.parameters:,} parameters",
              ["device", "name", "host", "ms", "std"], _device_rows(file), as_json)  # fmt: skip
     machine, rows = measured_machine(repeats=1 if quick else 8)
+    per_byte = _cpu_seconds_per_byte(rounds=1 if quick else 3)
+    machine, gpu = (m._replace(cpu_seconds_per_byte=per_byte) for m in (machine, _GPU))
     show("scale: updates measured here, and a third from the rates of the first two",
          ["model", "parameters", "ms", "ms by the rates"], rows, as_json)  # fmt: skip
     small, large = cluster.model, described("1 B", transformer(20, 1792, 65_536))
-    show("scale: the most one server does per second",
-         ["model", "server", "updates/s", "wire", "10 Gbit/s", "100 Gbit/s"], limits([small, large], [machine, _GPU]),
+    show(f"scale: the most one server does per second; {_ASSUMED}",
+         ["model", "server", "updates/s", "wire", "by host", "10 Gbit/s", "100 Gbit/s"],
+         limits([small, large], [machine, gpu]),
          as_json)  # fmt: skip
     show(f"scale: {cluster.devices} in virtual time, model {small.name}, R = workers; loads, 1 is saturated",
-         ["workers", "gradients/s", "accepted/s", "MB/s each way", "load here", "GPU", "10 Gbit/s", "100 Gbit/s"],
-         clusters(cluster, machine, _WORKERS_QUICK if quick else _WORKERS), as_json)  # fmt: skip
+         ["workers", "gradients/s", "accepted/s", "MB/s each way", "load here", "GPU", "its host", *_LINKS],
+         clusters(cluster, [machine, gpu], _WORKERS_QUICK if quick else _WORKERS), as_json)  # fmt: skip
     show("scale: the largest cluster of one server",
-         ["model", "server and link", "as it is", "bfloat16", "+ 8 accumulated", "+ 4 shards"],
-         largest([(small, cluster.mean_rate), (large, _large_rate(large))], [machine, _GPU]), as_json)  # fmt: skip
+         ["model", "server and link", "as it is", "bfloat16", "+ groups of 8", "+ 8 accumulated", "+ 4 shards"],
+         largest([(small, cluster.mean_rate), (large, _large_rate(large))], [machine, gpu]), as_json)  # fmt: skip
 
 
 def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
@@ -180,6 +199,17 @@ def measured_machine(repeats: int) -> tuple[Machine, list[dict[str, Any]]]:
     return machine, rows
 
 
+def _cpu_seconds_per_byte(rounds: int) -> float:
+    """CPU seconds of a server for an exchange over TLS, per byte of the gradient. 0 if it cannot be measured here."""
+    if not can_make_links():
+        print("scale: the cost of an exchange needs root and iproute2 to be measured, and is left out", file=sys.stderr)
+        return 0.0
+    size = papers().model.parameters
+    seconds = servers_cpu_seconds(size, rounds)
+    print(f"scale: an exchange of the paper's model takes {1e3 * seconds:.0f} ms of a server's CPU", file=sys.stderr)
+    return seconds / (4 * size)
+
+
 def _thread_seconds(step: Callable[[], None]) -> float:
     began = time.thread_time()
     step()
@@ -189,25 +219,27 @@ def _thread_seconds(step: Callable[[], None]) -> float:
 def limits(models: list[Model], machines: list[Machine]) -> list[dict[str, Any]]:
     return [
         {"model": model.name, "server": machine.name, "updates/s": _short(1.0 / update_seconds(model, machine)),
-         "wire": wire,
+         "wire": wire, "by host": _short(1.0 / max(host_seconds(model, machine, width), 1e-12)),
          **{name: _short(1.0 / transfer_seconds(model, link, width)) for name, link in _LINKS.items()}}
         for model, machine, (wire, width) in product(models, machines, _WIRES.items())
     ]  # fmt: skip
 
 
-def clusters(cluster: Cluster, machine: Machine, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    rows, model = [], cluster.model
+def clusters(cluster: Cluster, machines: Sequence[Machine], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """The loads of two servers, this machine and a GPU, the second with its host."""
+    here, gpu = machines
+    model, rows = cluster.model, []
     for workers in sizes:
         times = cluster.of_size(workers)
-        horizon = cluster.horizon_seconds or horizon_of(times)
-        method = Method(Constant(0.1, 0.1, workers))
-        played = forecast(times, method, jitter=0.05, interrupt=True, horizon_seconds=horizon)
+        played = forecast(times, Method(Constant(0.1, 0.1, workers)), jitter=0.05, interrupt=True,
+                          horizon_seconds=cluster.horizon_seconds or horizon_of(times))  # fmt: skip
         moved = played.gradients_per_second * model.parameters * 4  # bytes per second
         rows.append(
             {"workers": workers, "gradients/s": _short(played.gradients_per_second),
              "accepted/s": _short(played.updates_per_second), "MB/s each way": _short(moved / 1e6),
-             "load here": _short(played.updates_per_second * update_seconds(model, machine)),
-             "GPU": _short(played.updates_per_second * update_seconds(model, _GPU)),
+             "load here": _short(played.updates_per_second * update_seconds(model, here)),
+             "GPU": _short(played.updates_per_second * update_seconds(model, gpu)),
+             "its host": _short(played.gradients_per_second * host_seconds(model, gpu, 4)),
              **{name: _short(moved / link) for name, link in _LINKS.items()}}
         )  # fmt: skip
     return rows
@@ -220,17 +252,22 @@ def largest(models: list[tuple[Model, float]], machines: list[Machine]) -> list[
         carried = partial(_carried, model, machine, link, rate)
         rows.append(
             {"model": model.name, "server and link": f"{machine.name.partition(' (')[0]}, {name}",
-             "as it is": carried(4, 1, 1), "bfloat16": carried(2, 1, 1),
-             "+ 8 accumulated": carried(2, 8, 1), "+ 4 shards": carried(2, 8, 4)}
+             "as it is": carried(4, 1, 1), "bfloat16": carried(2, 1, 1), "+ groups of 8": carried(2, 8, 1),
+             "+ 8 accumulated": carried(2, 64, 1), "+ 4 shards": carried(2, 64, 4)}
         )  # fmt: skip
     return rows
 
 
 def _carried(
-    model: Model, machine: Machine, link: float, rate: float, wire: int, accumulation: int, shards: int
+    model: Model, machine: Machine, link: float, rate: float, wire: int, per_exchange: int, shards: int
 ) -> int | str:
-    slower = max(update_seconds(model, machine, shards), transfer_seconds(model, link, wire, shards))
-    return largest_cluster(1.0 / slower, rate, accumulation) or "<1"
+    """How many devices one server carries. ``per_exchange`` is the number of their gradients in one exchange."""
+    slowest = max(
+        update_seconds(model, machine, shards),
+        transfer_seconds(model, link, wire, shards),
+        host_seconds(model, machine, wire, shards),
+    )
+    return largest_cluster(1.0 / slowest, rate, per_exchange) or "<1"
 
 
 def _device_rows(profile: Profile) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from ringmaster_dist.bench.scale import (
     Machine,
     Model,
     fitted,
+    host_seconds,
     largest_cluster,
     orthogonalization_flops,
     transfer_seconds,
@@ -35,4 +36,7 @@ def test_how_much_each_remedy_helps():
     machine = Machine("x", 1e10, 1e10)
     assert update_seconds(MODEL, machine, shards=4) == update_seconds(MODEL, machine) / 4
     assert largest_cluster(100.0, 2.0) == 50
-    assert largest_cluster(100.0, 2.0, accumulation=8) == 400
+    assert largest_cluster(100.0, 2.0, per_exchange=8) == 400
+    gpu = machine._replace(copy_bytes_per_second=1e9, cores=4, cpu_seconds_per_byte=2e-9)
+    assert host_seconds(MODEL, gpu, 4) == pytest.approx(4e6 / 1e9)  # the copies take longer than the cores
+    assert host_seconds(MODEL, gpu._replace(cores=1), 2) == pytest.approx(2e6 * 2e-9)

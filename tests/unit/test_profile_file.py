@@ -83,6 +83,6 @@ def test_the_scale_of_a_cluster_follows_the_file(tmp_path):
     assert cluster.model == scale.described("nanochat_tiny", layout.parameters)
     assert cluster.of_size(3) == [seconds, 4.0, seconds]
     assert cluster.mean_rate == pytest.approx((1.0 / seconds + 0.25) / 2)
-    (row,) = scale.clusters(cluster._replace(seconds=[5.0, 5.0]), scale.Machine("one", 1e12, 1e12), (2,))
+    (row,) = scale.clusters(cluster._replace(seconds=[5.0, 5.0]), [scale.Machine("one", 1e12, 1e12)] * 2, (2,))
     assert float(row["gradients/s"]) == pytest.approx(2 / (5.0 * 1.04), rel=0.05)  # the jitter adds 4 %
     assert scale.measured(read_profile(write(tmp_path / "old", OLD))).model == scale.papers().model
