@@ -35,7 +35,7 @@ class Receipt(NamedTuple):
 
 
 # Programs with different versions of these messages refuse each other.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 _MOST = 2**62  # of anything that is counted
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-9, 1e9  # rates and their sums stay finite
 
@@ -46,11 +46,12 @@ class JoinRequest(NamedTuple):
     protocol_version: int
     token: str  # the run's secret
     slot: int  # its place in the delay profile; -1 stands for its own id
+    ranks: int = 1  # the number of processes that compute one gradient of this worker
 
     def is_well_formed(self) -> bool:
         """Whether every field has its type. A peer may send anything."""
         words = type(self.token) is str and self.token.isascii()
-        return words and type(self.protocol_version) is int and type(self.slot) is int
+        return words and type(self.protocol_version) is type(self.slot) is type(self.ranks) is int
 
 
 class Welcome(NamedTuple):

@@ -52,6 +52,7 @@ class Member(NamedTuple):
     event: str  # "join" or "leave"
     pushes: int  # that came before it
     slot: int
+    ranks: int = 1  # the number of processes that compute its gradients
 
 
 class Term(NamedTuple):

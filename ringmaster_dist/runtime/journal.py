@@ -50,8 +50,8 @@ class Journal:
             time, worker, push.sequence, shared, receipt, push.loss, push.compute_seconds, push.term, lost
         )
 
-    def membership(self, worker: int, event: str, pushes: int, slot: int) -> None:
-        self._rows[MEMBERS].write(Member(worker, event, pushes, slot)._asdict())
+    def membership(self, worker: int, event: str, pushes: int, slot: int, ranks: int) -> None:
+        self._rows[MEMBERS].write(Member(worker, event, pushes, slot, ranks)._asdict())
 
     def change(self, time: float, change: Change) -> None:
         self._rows[THRESHOLDS].write({"time": time, **change._asdict()})

@@ -1,9 +1,9 @@
 """The workers of a run, and the sessions that name them. Everything here happens under the lock of the service.
 
 A worker that loses its lease is counted out, and is a member again after its next call. A session is
-``worker.slot.nonce.mac``, signed with the run's token, so a restarted server recognises the sessions of its earlier
-terms. Two sessions of one worker id differ in their nonce: a restarted server may give the same id to another worker,
-and does not mistake one for the other.
+``worker.slot.ranks.nonce.mac``, signed with the run's token, so a restarted server recognises the sessions of its
+earlier terms. Two sessions of one worker id differ in their nonce: a restarted server may give the same id to another
+worker, and does not mistake one for the other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 class Holder(NamedTuple):
     worker: int
     slot: int  # its place in the delay profile
+    ranks: int  # the number of processes that compute its gradients
 
 
 class Sessions:
@@ -35,8 +36,8 @@ class Sessions:
     def __init__(self, token: str) -> None:
         self._key = token.encode()
 
-    def issue(self, worker: int, slot: int) -> str:
-        text = f"{worker}.{slot}.{secrets.token_hex(8)}"
+    def issue(self, worker: int, slot: int, ranks: int) -> str:
+        text = f"{worker}.{slot}.{ranks}.{secrets.token_hex(8)}"
         return f"{text}.{self._mac(text)}"
 
     def holder(self, session: str) -> Holder | None:
@@ -44,8 +45,8 @@ class Sessions:
         text, _, mac = session.rpartition(".") if isinstance(session, str) and session.isascii() else ("", "", "")
         if not hmac.compare_digest(mac.encode(), self._mac(text).encode()):
             return None
-        worker, slot, _ = text.split(".")
-        return Holder(int(worker), int(slot))
+        worker, slot, ranks, _ = text.split(".")
+        return Holder(int(worker), int(slot), int(ranks))
 
     def _mac(self, text: str) -> str:
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()[:32]
@@ -62,6 +63,7 @@ class Member:
 
     session: str  # its digest, or empty if the worker has to join again
     slot: int
+    ranks: int = 1
     interruptions: Interruptions = Interruptions()  # noqa: RUF009  (immutable)
     used_seconds: float = 0.0
     wasted_seconds: float = 0.0
@@ -72,20 +74,20 @@ class Members:
     """Reports each join and leave to the core and to the history (``note``), until the run is ending."""
 
     def __init__(
-        self, core: ServerCore, token: str, note: Callable[[int, str, int, int], None], life: Life, leases: Leases
+        self, core: ServerCore, token: str, note: Callable[[int, str, int, int, int], None], life: Life, leases: Leases
     ) -> None:
         self.by_worker: dict[int, Member] = {}
         self._gone: set[int] = set()  # workers that left after the run began to end, which is not part of the history
         self._core, self._note, self._life, self._leases = core, note, life, leases
         self._sessions = Sessions(token)
 
-    def admit(self, slot: int) -> tuple[int, str]:
+    def admit(self, slot: int, ranks: int) -> tuple[int, str]:
         """Returns a new worker and its session. A negative slot stands for the worker's id."""
         worker = self._core.join()
         slot = slot if slot >= 0 else worker
-        session = self._sessions.issue(worker, slot)
-        self._note(worker, "join", self._core.pushes, slot)
-        self.by_worker[worker] = Member(_digest(session), slot)
+        session = self._sessions.issue(worker, slot, ranks)
+        self._note(worker, "join", self._core.pushes, slot, ranks)
+        self.by_worker[worker] = Member(_digest(session), slot, ranks)
         self._leases.renew(worker)
         log.info("worker-%d v=%d joined", worker, self._core.version)
         return worker, session
@@ -100,12 +102,12 @@ class Members:
         if member is None:  # it joined an earlier term, after the checkpoint that this term began from
             if is_ending:
                 return None
-            member = Member(_digest(session), holder.slot)
+            member = Member(_digest(session), holder.slot, holder.ranks)
         elif member.session != _digest(session):
             return None
         if worker not in self._core.live and not is_ending:
             self._core.join(worker)
-            self._note(worker, "join", self._core.pushes, member.slot)
+            self._note(worker, "join", self._core.pushes, member.slot, member.ranks)
             log.info("worker-%d v=%d is back", worker, self._core.version)
         self.by_worker[worker] = member
         self._leases.renew(worker)
@@ -118,7 +120,8 @@ class Members:
             return False
         if worker not in self._core.live:
             return False
-        self._note(worker, "leave", self._core.pushes, self.by_worker[worker].slot)
+        member = self.by_worker[worker]
+        self._note(worker, "leave", self._core.pushes, member.slot, member.ranks)
         log.info("worker-%d v=%d %s", worker, self._core.version, why)
         self._core.count_out(worker)
         return True
@@ -138,15 +141,18 @@ class Members:
 
     def state(self) -> list[list[Any]]:
         return [
-            [worker, m.session, m.slot, *m.interruptions, m.used_seconds, m.wasted_seconds]
+            [worker, m.session, m.slot, *m.interruptions, m.used_seconds, m.wasted_seconds, m.ranks]
             for worker, m in self.by_worker.items()
         ]
 
     def restore(self, rows: Iterable[list[Any]], *, ended: bool) -> None:
         """Takes over the members of an earlier term, which will call again. If the run had ended, they have left."""
-        for worker, session, slot, num, seconds, used, wasted in rows:
-            self.by_worker[worker] = Member(session, slot, Interruptions(num, seconds), used, wasted)
+        for worker, session, slot, num, seconds, used, wasted, *ranks in rows:  # version 0.3 wrote no ranks
+            self.by_worker[worker] = Member(
+                session, slot, ranks[0] if ranks else 1, Interruptions(num, seconds), used, wasted
+            )
             self._leases.renew(worker)
         for worker in sorted(self._core.live) if ended else ():
-            self._note(worker, "leave", self._core.pushes, self.by_worker[worker].slot)
+            member = self.by_worker[worker]
+            self._note(worker, "leave", self._core.pushes, member.slot, member.ranks)
             self._core.leave(worker)

@@ -241,7 +241,7 @@ class Service:
                 workers.append(
                     WorkerMeasurements(
                         worker, member.slot, record.accepted, record.stale, record.invalid, interruptions,
-                        member.used_seconds, member.wasted_seconds + interruptions.seconds,
+                        member.used_seconds, member.wasted_seconds + interruptions.seconds, member.ranks,
                     )
                 )  # fmt: skip
             return Measurements(
@@ -289,7 +289,7 @@ class Service:
             return Welcome("", reason, False, -1, "", "", None)
         if self._life.is_ending:
             return Welcome("", "the run is over", True, -1, "", "", None)
-        worker, session = self._members.admit(request.slot)
+        worker, session = self._members.admit(request.slot, request.ranks)
         self._admission.note_join()
         self.meter.num_joined += 1
         settings, published = self._settings, self._publisher.snapshot

@@ -60,14 +60,17 @@ class Failed(Exception):
 
 
 class Worker:
-    """One worker of a run. ``patience_seconds`` is how long it looks for a server that is away."""
+    """One worker of a run. ``patience_seconds`` is how long it looks for a server that is away.
+
+    ``ranks`` is the number of processes that compute its gradients.
+    """
 
     def __init__(
         self, connect: Callable[[], Client], make_job: Callable[[str, int], Job], *, token: str, slot: int,
-        patience_seconds: float,
+        ranks: int = 1, patience_seconds: float,
     ) -> None:  # fmt: skip
         self._connect, self._make_job = connect, make_job
-        self._token, self._slot, self._patience_seconds = token, slot, patience_seconds
+        self._token, self._slot, self._ranks, self._patience_seconds = token, slot, ranks, patience_seconds
         self._connection: Client | None = None
         self._interruptions = Interruptions()
         self.poll: _LongPoll | None = None  # that of the newest snapshot
@@ -82,7 +85,8 @@ class Worker:
 
     def _work(self) -> bool:
         """One membership. Returns True when the run is over, False when the server has forgotten this worker."""
-        welcome = self._insist(lambda c: c.join(JoinRequest(PROTOCOL_VERSION, self._token, self._slot)))
+        request = JoinRequest(PROTOCOL_VERSION, self._token, self._slot, self._ranks)
+        welcome = self._insist(lambda c: c.join(request))
         if welcome.ended:
             log.info("the run is over")
             return True

@@ -28,7 +28,7 @@ class Notes:
     def arrival(self, time, worker, push, receipt):
         self.arrivals.append((time, worker, push.sequence, receipt.verdict))
 
-    def membership(self, worker, event, pushes, slot):
+    def membership(self, worker, event, pushes, slot, ranks):
         self.members.append((worker, event, pushes))
 
     def change(self, time, change):
