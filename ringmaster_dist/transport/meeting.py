@@ -25,8 +25,16 @@ def meeting_file(kind: str, suffix: str) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise Mistake(f"{folder} is not a folder of yours alone: remove it, or set TMPDIR to another place")
     for other in folder.glob(f"{kind}-*"):
-        if not Path(f"/proc/{other.name.split('-')[1]}").exists():
+        _, parent, start, *_ = other.name.replace(".", "-").split("-")
+        if _start_of(parent) != start:
             other.unlink(missing_ok=True)
-    parent = os.getppid()
-    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # process ids are reused
-    return folder / f"{kind}-{parent}-{started}{suffix}"
+    parent = str(os.getppid())
+    return folder / f"{kind}-{parent}-{_start_of(parent)}{suffix}"
+
+
+def _start_of(process: str) -> str:
+    """When the process started, since process ids are reused. Empty if there is no such process."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

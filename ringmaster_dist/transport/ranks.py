@@ -58,7 +58,7 @@ class Ranks:
             store = FileStore(str(self._path), num)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num, timeout=limit)
             self._patient = dist.new_group(backend="gloo", timeout=_FOR_EVER)
-        self._exchange: HostExchange | DeviceExchange = HostExchange(rank, num)
+        self._exchange: HostExchange | DeviceExchange = HostExchange(rank, num, 0, torch.float32)
 
     def _open_flag(self) -> memoryview:
         """Memory that all ranks share: the number of the last order that is interrupted."""
@@ -84,6 +84,8 @@ class Ranks:
 
     def text(self, source: int, text: str, num_bytes: int) -> str:
         """The text of the rank ``source``, which all ranks know to have this many bytes."""
+        if num_bytes == 0:
+            return ""
         told = torch.zeros(num_bytes, dtype=torch.uint8)  # (num_bytes,)
         if self.rank == source:
             told.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
@@ -117,7 +119,7 @@ class Ranks:
         is_fast = len({name for _, name in rows}) == self.num and len({of_kind for of_kind, _ in rows}) == 1
         backend = "" if devices.is_cpu(device) else dist.Backend.default_device_backend_map.get(kind, "")
         if not is_fast or backend in ("", "gloo") or not dist.is_backend_available(backend):
-            self._exchange = HostExchange(self.rank, self.num)
+            self._exchange = HostExchange(self.rank, self.num, size, dtype)
         elif isinstance(self._exchange, HostExchange):
             with _noticing_deaths():
                 group = dist.new_group(backend=backend, timeout=timedelta(seconds=_STUCK_SECONDS))
@@ -141,28 +143,24 @@ class HostExchange:
     gloo's own all-reduce would send as much, but its order depends on the number of ranks and on the piece.
     """
 
-    def __init__(self, rank: int, num: int) -> None:
+    def __init__(self, rank: int, num: int, size: int, dtype: torch.dtype) -> None:
         self._rank, self._num = rank, num
-        self._pieces = torch.empty(0)  # (num * piece,): this rank's piece of every gradient
-        self._mean = torch.empty(0)  # (size,) on the first rank
+        self._sizes = [size // num + (owner < size % num) for owner in range(num)]  # of the pieces, by rank
+        self._mine = self._sizes[rank]
+        self._parts = torch.empty(num * self._mine, dtype=dtype)  # this rank's piece of every gradient
+        self._mean = torch.empty(size if rank == FIRST else 0, dtype=dtype)
 
     def share(self, iterate: torch.Tensor) -> torch.Tensor:
         dist.broadcast(iterate, FIRST)
         return iterate
 
     def mean(self, gradient: torch.Tensor) -> torch.Tensor:
-        size = gradient.numel()
-        sizes = [size // self._num + (rank < size % self._num) for rank in range(self._num)]
-        mine = sizes[self._rank]
-        if self._pieces.numel() != mine * self._num:
-            self._pieces = torch.empty(mine * self._num, dtype=gradient.dtype)
-            self._mean = torch.empty(size if self._rank == FIRST else 0, dtype=gradient.dtype)
-        dist.all_to_all_single(self._pieces, gradient, [mine] * self._num, sizes)
-        piece = mean_in_order(self._pieces.view(self._num, mine).unbind())  # (mine,)
+        dist.all_to_all_single(self._parts, gradient, [self._mine] * self._num, self._sizes)
+        piece = mean_in_order(self._parts.view(self._num, self._mine).unbind())  # (mine,)
         if self._rank != FIRST:
             dist.send(piece, FIRST)
             return self._mean
-        places = torch.split(self._mean, sizes)
+        places = torch.split(self._mean, self._sizes)
         places[FIRST].copy_(piece)
         arriving = [dist.irecv(places[rank], rank) for rank in range(self._num) if rank != FIRST]
         for piece_of_another in arriving:
