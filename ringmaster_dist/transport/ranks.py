@@ -49,12 +49,13 @@ class Ranks:
     def __init__(self, rank: int, num: int, start: str) -> None:
         """Blocks until all ranks are there. ``start`` tells the starts of one torchrun apart."""
         self.rank, self.num = rank, num
+        self.is_broken = False  # True when this rank has missed a call that all ranks make together
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # its sockets are open to anybody who reaches them
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         self._path = meeting_file("group", f"-{start}.store")
         self._flag = self._open_flag()
         limit = timedelta(seconds=_STUCK_SECONDS)
-        with _noticing_deaths():
+        with self._together():
             store = FileStore(str(self._path), num)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num, timeout=limit)
             self._patient = dist.new_group(backend="gloo", timeout=_FOR_EVER)
@@ -72,13 +73,25 @@ class Ranks:
         for path in (self._path, self._path.with_suffix(".flag")):
             path.unlink(missing_ok=True)
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around calls that all ranks make together."""
+        try:
+            yield
+        except BaseException as error:
+            self.is_broken = True
+            if not isinstance(error, RuntimeError):
+                raise
+            log.info("rank %d: a call to the other ranks failed: %s", self.rank, error)
+            raise RankLost("another rank of the group has died or does not answer") from error
+
     # --- orders ----------------------------------------------------------------------------------------------
 
     def order(self, *numbers: int) -> list[int]:
         """The first rank gives an order, and the others call this without numbers and wait for it."""
         padded = [*numbers, *[0] * (_ORDER_NUMBERS - len(numbers))]
         told = torch.tensor(padded, dtype=torch.int64)  # (5,)
-        with _noticing_deaths():
+        with self._together():
             dist.broadcast(told, FIRST, group=self._patient)
         return [int(number) for number in told]
 
@@ -89,7 +102,7 @@ class Ranks:
         told = torch.zeros(num_bytes, dtype=torch.uint8)  # (num_bytes,)
         if self.rank == source:
             told.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
-        with _noticing_deaths():
+        with self._together():
             dist.broadcast(told, source, group=self._patient)
         return bytes(told.tolist()).decode()
 
@@ -97,7 +110,7 @@ class Ranks:
         """The numbers of every rank, by rank. Exact for whole numbers below 2**53."""
         mine = torch.tensor(numbers, dtype=torch.float64)  # (len(numbers),)
         every = [torch.empty_like(mine) for _ in range(self.num)]
-        with _noticing_deaths():
+        with self._together():
             dist.all_gather(every, mine, group=self._patient if patient else None)
         return [row.tolist() for row in every]
 
@@ -116,24 +129,24 @@ class Ranks:
         """Says how iterates and gradients, (size,), travel: by the accelerators if each rank has one of its own."""
         kind = torch.device(device).type
         rows = self.compare(zlib.crc32(kind.encode()), zlib.crc32(device.encode()), patient=True)
-        is_fast = len({name for _, name in rows}) == self.num and len({of_kind for of_kind, _ in rows}) == 1
-        backend = "" if devices.is_cpu(device) else dist.Backend.default_device_backend_map.get(kind, "")
-        if not is_fast or backend in ("", "gloo") or not dist.is_backend_available(backend):
-            self._exchange = HostExchange(self.rank, self.num, size, dtype)
+        is_own = len({name for _, name in rows}) == self.num and len({of_kind for of_kind, _ in rows}) == 1
+        backend = dist.Backend.default_device_backend_map.get(kind, "gloo") if is_own else "gloo"
+        if backend == "gloo" or not dist.is_backend_available(backend):
+            backend, self._exchange = "gloo", HostExchange(self.rank, self.num, size, dtype)
         elif isinstance(self._exchange, HostExchange):
-            with _noticing_deaths():
+            with self._together():
                 group = dist.new_group(backend=backend, timeout=timedelta(seconds=_STUCK_SECONDS))
-            self._exchange = DeviceExchange(size, dtype, device, self.num, group)
-        log.info("rank %d of %d exchanges by %s", self.rank, self.num, type(self._exchange).__name__)
+            self._exchange = DeviceExchange(self.rank, self.num, size, dtype, device, group)
+        log.info("rank %d of %d exchanges gradients by %s", self.rank, self.num, backend)
 
     def share(self, iterate: torch.Tensor) -> torch.Tensor:
         """The first rank's iterate, (size,), in host memory. The others give memory for it."""
-        with _noticing_deaths():
+        with self._together():
             return self._exchange.share(iterate)
 
     def mean(self, gradient: torch.Tensor) -> torch.Tensor:
         """The mean of all gradients, (size,), in host memory. It is defined on the first rank only."""
-        with _noticing_deaths():
+        with self._together():
             return self._exchange.mean(gradient)
 
 
@@ -173,15 +186,16 @@ class DeviceExchange:
     """By the library of the accelerators, in device memory. The library chooses the order of the sum."""
 
     def __init__(
-        self, size: int, dtype: torch.dtype, device: str, num: int, group: dist.ProcessGroup | None = None
+        self, rank: int, num: int, size: int, dtype: torch.dtype, device: str, group: dist.ProcessGroup | None = None
     ) -> None:
-        self._num, self._group = num, group
+        self._rank, self._num, self._group = rank, num, group
         self._memory = torch.empty(size, dtype=dtype, device=device)  # (size,)
         self._iterate = devices.HostMemory(size, dtype, device)
         self._gradient = devices.HostMemory(size, dtype, device)
 
     def share(self, iterate: torch.Tensor) -> torch.Tensor:
-        self._memory.copy_(iterate)
+        if self._rank == FIRST:
+            self._memory.copy_(iterate)
         dist.broadcast(self._memory, FIRST, group=self._group)
         return self._iterate.receive(self._memory)
 
@@ -189,12 +203,3 @@ class DeviceExchange:
         self._memory.copy_(gradient)
         dist.all_reduce(self._memory, group=self._group)
         return self._gradient.receive(self._memory.div_(self._num))
-
-
-@contextmanager
-def _noticing_deaths() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        log.info("a call to the other ranks failed: %s", error)
-        raise RankLost("another rank of the group has died or does not answer") from error

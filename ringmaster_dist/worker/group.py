@@ -86,10 +86,11 @@ class Leader:
         return replace(job, problem=cast(Problem, _SharedProblem(job.problem, self._ranks, self._numbers)))
 
     def dismiss(self, code: int) -> None:
-        """Has the other ranks exit with this code, and waits until they know it."""
+        """Has the other ranks exit with this code, and waits until they know it. A broken group ends by itself."""
         try:
-            self._ranks.order(_END, code)
-            self._ranks.compare(patient=True)
+            if not self._ranks.is_broken:
+                self._ranks.order(_END, code)
+                self._ranks.compare(patient=True)
         except RankLost as error:
             log.info("%s after the end", error)
         self._ranks.close()
@@ -222,6 +223,9 @@ def _step(
         outcome, error, reason = _MISTAKEN, mistake, str(mistake)
     except Exception as failure:
         outcome, error, reason = _FAILED, failure, f"{type(failure).__name__}: {failure}"
+    except BaseException:  # such as Ctrl+C, after which this rank compares nothing
+        ranks.is_broken = True
+        raise
     rows = ranks.compare(outcome, number, len(reason.encode()), patient=patient)
     for rank, (code, _, num_bytes) in enumerate(rows):
         if code >= _FAILED:

@@ -71,11 +71,9 @@ def work_in_group(server: str, token: str, *, target: str, device: str, **argume
     if ranks.rank != FIRST:
         keep_memory()
         return follow(ranks, partial(make_job, target=target, device=device))
-    leader, code = Leader(ranks, make_job), 1
-    try:
-        code = work(server, token, leader.make_job, target=target, device=device, ranks=ranks.num, **arguments)
-    finally:
-        leader.dismiss(code)
+    leader = Leader(ranks, make_job)
+    code = work(server, token, leader.make_job, target=target, device=device, ranks=ranks.num, **arguments)
+    leader.dismiss(code)
     return code
 
 

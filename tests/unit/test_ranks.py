@@ -28,13 +28,14 @@ for size in (1, 2, 7, 10_001):
         own = torch.from_numpy(gradient)
         ranks.choose_exchange("cpu", size, own.dtype)
         exact = ranks.mean(own)
-        library = DeviceExchange(size, own.dtype, "cpu", num).mean(own)
-        shared = ranks.share(torch.from_numpy(gradient.copy()))
+        device = DeviceExchange(rank, num, size, own.dtype, "cpu")
+        library, shared_by_library = device.mean(own).clone(), device.share(own)
+        shared = ranks.share(own.clone())
         if rank == 0:
             np.save(f"{folder}/{size}-{kind.__name__}-mean.npy", exact.numpy())
             assert torch.allclose(library, exact)
-        else:
-            assert np.array_equal(shared.numpy(), np.load(f"{folder}/{size}-{kind.__name__}.npy")[0])
+        assert np.array_equal(shared.numpy(), np.load(f"{folder}/{size}-{kind.__name__}.npy")[0])
+        assert torch.equal(shared_by_library, shared)
 assert not ranks.is_interrupted(4)
 ranks.compare(0.0)
 if rank == 1:
