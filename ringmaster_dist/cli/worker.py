@@ -63,7 +63,12 @@ def worker_options(parser: Parser) -> None:
     )
     parser.setting("patience_seconds=S", "how long it looks for a server that is away before it gives up", seconds,
                    ServerConfig.patience_seconds)  # fmt: skip
-    parser.setting("group=BOOL", "true makes the ranks of a torchrun one worker", _true_or_false, "false")
+    parser.setting(
+        "group=BOOL",
+        "true makes the processes of a torchrun one worker, whose gradients have their mean",
+        _true_or_false,
+        "false",
+    )
     parser.setting("workers=N", "supervise N workers, each in a process of its own", whole(1))
     parser.setting(
         "restarts=N", "how often each is restarted, unless it ended with code 2, a mistake (default: 10)", whole(0)
@@ -82,6 +87,9 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
     restarts all G when one dies. launch/worker.sh starts one torchrun agent per worker.
 
       torchrun --standalone --nproc-per-node=G -m ringmaster_dist.worker server=HOST:PORT
+
+    With group=true the G processes of a torchrun are one worker, which is a group. They compute different rows of one
+    gradient, average it, and push it once.
 
     RINGMASTER_LOG=INFO says more. Exit code 0: the run is over. 1: the server is lost, or gradients cannot be computed
     here. 2: a mistake, or the server refuses this worker; the line on stderr says why.
