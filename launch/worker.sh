@@ -16,6 +16,7 @@ ringmaster worker, such as slot=3. ringmaster worker --help lists them.
   RINGMASTER_TOKEN    the secret of the run (RUN_DIR/token of the server)
   RINGMASTER_TOKEN_FILE   a file that contains this secret
   RINGMASTER_PYTHON   an interpreter that has the package                         .venv's, which is made if needed
+  GROUP               true makes one worker of WORKERS ranks, by torchrun         false
   LAUNCHER            ringmaster, or torchrun, which opens its own ports          ringmaster
                       (see docs/cluster.md)
 TEXT
@@ -40,6 +41,11 @@ print(*d.accelerators() or [d.CPU], sep=",")')
 fi
 IFS=, read -ra devices <<<"$named"
 workers=${WORKERS:-${#devices[@]}}
+if [ "${GROUP:-false}" = true ]; then
+    say "starting one worker of $workers rank(s) for the server at $server"
+    exec "$RINGMASTER_PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$workers" \
+        --max-restarts="${MAX_RESTARTS:-10}" -m ringmaster_dist.worker "${arguments[@]}" device="$named" group=true
+fi
 say "starting $workers worker(s) for the server at $server"
 case "${LAUNCHER:-ringmaster}" in
     ringmaster) exec "$RINGMASTER_PYTHON" -m ringmaster_dist worker workers="$workers" device="$named" \

@@ -61,23 +61,34 @@ class Device(NamedTuple):
         return f"{self.name} ({self.title})" if self.title.lower() != self.name else self.name
 
 
+class Seat(NamedTuple):
+    """What the server knows of a worker from its join."""
+
+    slot: int  # its place in the delay profile
+    device: Device = Device()
+    ranks: int = 1  # the number of processes that compute one gradient
+
+
 class JoinRequest(NamedTuple):
     """What a worker sends to join."""
 
     protocol_version: int
     token: str  # the run's secret
     slot: int  # its place in the delay profile; -1 stands for its own id
-    devices: tuple[Device, ...] = ()  # by its slot it computes on one of these, see `device_of`
+    devices: tuple[Device, ...] = ()  # it computes on one of these, see `seat`
+    ranks: int = 1  # the number of processes that compute one gradient of this worker
 
     def is_well_formed(self) -> bool:
         """Whether every field has its type. A peer may send anything."""
         words = type(self.token) is str and self.token.isascii()
-        numbers = type(self.protocol_version) is int and type(self.slot) is int
+        numbers = type(self.protocol_version) is type(self.slot) is type(self.ranks) is int
         return words and numbers and _are_devices(self.devices)
 
-    def device_of(self, slot: int) -> Device:
-        """Where the worker with this slot computes, because workers take the devices of a machine in turn."""
-        return self.devices[slot % len(self.devices)] if self.devices else Device()
+    def seat(self, worker: int) -> Seat:
+        """Workers take the devices of a machine in turn, by their slots."""
+        slot = self.slot if self.slot >= 0 else worker
+        device = self.devices[slot % len(self.devices)] if self.devices else Device()
+        return Seat(slot, device, self.ranks)
 
 
 class Welcome(NamedTuple):

@@ -24,7 +24,7 @@ class Codec:
     """Rounds flat tensors of shape (size,) for the wire, and widens them again, in memory that is reused."""
 
     def __init__(self, wire: Wire, size: int, dtype: torch.dtype) -> None:
-        self._size, self._dtype = size, dtype
+        self.size, self._dtype = size, dtype
         self._gradient_dtype, self._iterate_dtype = wire.gradient_dtype or dtype, wire.iterate_dtype or dtype
         self._buffers: dict[torch.dtype, Buffers] = {}
 
@@ -40,4 +40,4 @@ class Codec:
     def _to(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if tensor.dtype == dtype:
             return tensor
-        return self._buffers.setdefault(dtype, Buffers(self._size, dtype)).take().copy_(tensor)
+        return self._buffers.setdefault(dtype, Buffers(self.size, dtype)).take().copy_(tensor)

@@ -49,10 +49,10 @@ COMMANDS = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 2 for a mistake, which is one line on stderr."""
+def main(argv: list[str] | None = None, *, is_quiet: bool = False) -> int:
+    """Runs one command. Returns the exit code: 2 for a mistake, which is one line on stderr unless ``is_quiet``."""
     prepare_environment()
-    return exit_code_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+    return exit_code_of(lambda: _run(sys.argv[1:] if argv is None else argv), is_quiet=is_quiet)
 
 
 def _run(words: list[str]) -> int:

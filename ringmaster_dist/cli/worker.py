@@ -64,6 +64,12 @@ def worker_options(parser: Parser) -> None:
     )
     parser.setting("patience_seconds=S", "how long it looks for a server that is away before it gives up", seconds,
                    ServerConfig.patience_seconds)  # fmt: skip
+    parser.setting(
+        "group=BOOL",
+        "true makes the processes of a torchrun one worker, whose gradients have their mean",
+        _true_or_false,
+        "false",
+    )
     parser.setting("workers=N", "supervise N workers, each in a process of its own", whole(1))
     parser.setting(
         "restarts=N", "how often each is restarted, unless it ended with code 2, a mistake (default: 10)", whole(0)
@@ -83,6 +89,9 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
 
       torchrun --standalone --nproc-per-node=G -m ringmaster_dist.worker server=HOST:PORT
 
+    With group=true the G processes of a torchrun are one worker, which is a group. They compute different rows of one
+    gradient, average it, and push it once.
+
     RINGMASTER_LOG=INFO says more. Exit code 0: the run is over. 1: the server is lost, or gradients cannot be computed
     here. 2: a mistake, or the server refuses this worker; the line on stderr says why.
     """
@@ -91,6 +100,11 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
     token = given_token(arguments.token_file)
     if not token:
         raise UserError("no token: give token_file=RUN_DIR/token or set RINGMASTER_TOKEN")
+    if arguments.group and (arguments.workers is not None or arguments.restarts is not None):
+        raise UserError(
+            "group=true makes one worker of the ranks of a torchrun: leave workers= and restarts= out, and use its "
+            "--nproc-per-node and --max-restarts"
+        )
     names = ("target", "tls", "slot", "connect_seconds", "call_seconds", "patience_seconds")
     keywords = {name: getattr(arguments, name) for name in names}
     named: list[str] = arguments.device or []
@@ -99,11 +113,11 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
     from ringmaster_dist.logs import set_up_logging
     from ringmaster_dist.runtime.processes import leave
     from ringmaster_dist.runtime.supervisor import supervise_workers
-    from ringmaster_dist.worker.process import work
+    from ringmaster_dist.worker.process import work, work_in_group
 
     if arguments.workers is None and arguments.restarts is None:
         set_up_logging()
         device = in_turn(named, int(os.environ.get("LOCAL_RANK", 0)))
-        leave(work(arguments.server, token, device=device, **keywords))
+        leave((work_in_group if arguments.group else work)(arguments.server, token, device=device, **keywords))
     restarts = 10 if arguments.restarts is None else arguments.restarts
     return supervise_workers(arguments.server, token, keywords, arguments.workers or 1, restarts, named)

@@ -18,14 +18,15 @@ def warn(text: str) -> None:
     print(f"ringmaster: warning: {text}", file=sys.stderr, flush=True)
 
 
-def exit_code_of(work: Callable[[], int]) -> int:
-    """Does the work of a process. A mistake is one line on stderr and exit code 2."""
+def exit_code_of(work: Callable[[], int], *, is_quiet: bool = False) -> int:
+    """Does the work of a process. A mistake is one line on stderr, unless ``is_quiet``, and exit code 2."""
     try:
         code = work()
         sys.stdout.flush()  # so that a closed pipe is noticed here and not when the interpreter exits
         return code
     except (UserError, Mistake) as error:
-        print(f"ringmaster: {error}", file=sys.stderr)
+        if not is_quiet:
+            print(f"ringmaster: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("ringmaster: stopped", file=sys.stderr)

@@ -114,7 +114,7 @@ class Metrics:
             **self._norms(gradient, meter.kept),
             used_seconds=sum(worker.used_seconds for worker in per_worker.values()),
             wasted_seconds=sum(worker.wasted_seconds for worker in per_worker.values()),
-            tokens=sum(worker.accepted * self._tokens_of(worker.slot) for worker in measured.workers),
+            tokens=sum(worker.accepted * self._tokens_of(worker.slot) * worker.ranks for worker in measured.workers),
             bytes_received=meter.bytes_received,
             bytes_sent=meter.bytes_sent,
             memory_bytes=_resident_bytes(),

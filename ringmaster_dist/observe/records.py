@@ -54,6 +54,7 @@ class Member(NamedTuple):
     slot: int
     device: str = ""  # such as cuda:0
     device_title: str = ""  # such as NVIDIA H100
+    ranks: int = 1  # the number of processes that compute its gradients
 
     @property
     def computed_on(self) -> str:

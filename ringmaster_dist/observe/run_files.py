@@ -313,9 +313,10 @@ class Recording:
         if self.config["problem"].get("name") != "nanochat":
             return np.zeros(len(workers), dtype=np.int64)
         slots = {member.worker: member.slot for member in self.members}
+        ranks = {member.worker: member.ranks for member in self.members}
         rows = self.config["cluster"].get("batch") or [self.config["problem"]["batch"]]
         length = self.config["model"]["sequence_len"]
-        return np.array([rows[slots.get(worker, worker) % len(rows)] * length for worker in workers], dtype=np.int64)
+        return np.array([rows[slots.get(w, w) % len(rows)] * length * ranks.get(w, 1) for w in workers], dtype=np.int64)
 
 
 def _damaged(path: Path, number: int, line: bytes) -> RunDirectoryError:

@@ -13,7 +13,7 @@ from ringmaster_dist.observe.records import Member, MetricsRow, Summary
 from ringmaster_dist.observe.run_directory import Lines, RunDirectory
 from ringmaster_dist.observe.run_files import FINAL, MEMBERS, METRICS, THRESHOLDS, TRACE
 from ringmaster_dist.problems import Problem
-from ringmaster_dist.protocol import Device, Push, Receipt
+from ringmaster_dist.protocol import Push, Receipt, Seat
 from ringmaster_dist.server.core import ServerCore
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Journal:
             time, worker, push.sequence, shared, receipt, push.loss, push.compute_seconds, push.term, lost
         )
 
-    def membership(self, worker: int, event: str, pushes: int, slot: int, device: Device) -> None:
-        self._rows[MEMBERS].write(Member(worker, event, pushes, slot, *device)._asdict())
+    def membership(self, worker: int, event: str, pushes: int, seat: Seat) -> None:
+        self._rows[MEMBERS].write(Member(worker, event, pushes, seat.slot, *seat.device, seat.ranks)._asdict())
 
     def change(self, time: float, change: Change) -> None:
         self._rows[THRESHOLDS].write({"time": time, **change._asdict()})

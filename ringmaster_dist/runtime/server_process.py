@@ -246,14 +246,14 @@ def _summary(
     paced = cluster.profile != "none"
     workers = {}
     for worker, status in service.workers.items():
-        base = float(cluster_seconds(cluster, status.slot + 1)[-1]) if paced else 0.0
+        base = float(cluster_seconds(cluster, status.seat.slot + 1)[-1]) if paced else 0.0
         workers[worker] = WorkerSummary(
             base_seconds=base,
             interrupted=status.interruptions.num,
             used_seconds=status.used_seconds,
             wasted_seconds=status.wasted_seconds + status.interruptions.seconds,
-            device=status.device.name,
-            device_title=status.device.title,
+            device=status.seat.device.name,
+            device_title=status.seat.device.title,
         )
     slowest = max((worker.base_seconds for worker in workers.values()), default=0.0)
     return summarize(

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ringmaster_dist.config.compose import compose, to_typed
@@ -23,6 +20,7 @@ from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.observe.report import show_summary
 from ringmaster_dist.runtime.preparation import RunIsOver, prepare
 from ringmaster_dist.transport.addresses import is_loopback, joined
+from ringmaster_dist.transport.meeting import meeting_file
 
 _LOOK_SECONDS = 0.05
 
@@ -116,15 +114,8 @@ class Rendezvous:
     ranks and tells rank 0 which run to resume.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        folder = folder or Path(tempfile.gettempdir()) / f"ringmaster-{os.getuid()}"
-        _make_private(folder)
-        parent = os.getppid()
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # process ids are reused
-        self._path = folder / f"torchrun-{parent}-{started}.json"
-        for other in folder.glob("torchrun-*.json"):
-            if not Path(f"/proc/{other.name.split('-')[1]}").exists():  # its torchrun has ended
-                other.unlink(missing_ok=True)
+    def __init__(self) -> None:
+        self._path = meeting_file("torchrun", ".json")
 
     def publish(self, facts: Mapping[str, Any]) -> None:
         """Adds ``facts`` to the file, or replaces those of the same key."""
@@ -146,11 +137,3 @@ class Rendezvous:
         while key not in (facts := self.known()):
             time.sleep(_LOOK_SECONDS)
         return facts[key]
-
-
-def _make_private(folder: Path) -> None:
-    """Makes the folder. Raises UserError if another user could read or write it."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise UserError(f"{folder} is not a folder of yours alone: remove it, or set TMPDIR to another place")

@@ -11,6 +11,7 @@ from ringmaster_dist.protocol import PROTOCOL_VERSION, JoinRequest
 log = logging.getLogger(__name__)
 
 _MOST_SLOTS = 1_000_000
+_MOST_RANKS = 1_000
 
 
 class Admission:
@@ -31,6 +32,8 @@ class Admission:
             return "the token is not that of this run"
         if not -1 <= request.slot < _MOST_SLOTS:
             return f"slot {request.slot} is not a place of a delay profile: 0 to {_MOST_SLOTS - 1}"
+        if not 1 <= request.ranks <= _MOST_RANKS:
+            return f"{request.ranks} ranks are not a group: 1 to {_MOST_RANKS}"
         return ""
 
     def note_join(self) -> None:

@@ -1,8 +1,8 @@
 """The workers of a run, and the sessions that name them. Everything here happens under the lock of the service.
 
-A worker that loses its lease is counted out, and is a member again after its next call. A session is
-``worker.slot.nonce.device.mac``, signed with the run's token, so a restarted server recognises the sessions of its
-earlier terms. Two sessions of one worker id differ in their nonce: a restarted server may give the same id to another
+A worker that loses its lease is counted out, and is a member again after its next call. A session has the worker, its
+seat and a nonce, and is signed with the run's token, so a restarted server recognises the sessions of its earlier
+terms. Two sessions of one worker id differ in their nonce: a restarted server may give the same id to another
 worker, and does not mistake one for the other.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ringmaster_dist.protocol import Device, Interruptions, JoinRequest
+from ringmaster_dist.protocol import Device, Interruptions, JoinRequest, Seat
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.leases import Leases
 from ringmaster_dist.server.life import Life
@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 class Holder(NamedTuple):
     worker: int
-    slot: int  # its place in the delay profile
-    device: Device
+    seat: Seat
 
 
 class Sessions:
@@ -36,8 +35,9 @@ class Sessions:
     def __init__(self, token: str) -> None:
         self._key = token.encode()
 
-    def issue(self, worker: int, slot: int, device: Device) -> str:
-        text = f"{worker}.{slot}.{secrets.token_hex(8)}.{'/'.join(device).encode().hex()}"
+    def issue(self, worker: int, seat: Seat) -> str:
+        device = "/".join(seat.device).encode().hex()
+        text = f"{worker}.{seat.slot}.{seat.ranks}.{secrets.token_hex(8)}.{device}"
         return f"{text}.{self._mac(text)}"
 
     def holder(self, session: str) -> Holder | None:
@@ -45,9 +45,9 @@ class Sessions:
         text, _, mac = session.rpartition(".") if isinstance(session, str) and session.isascii() else ("", "", "")
         if not hmac.compare_digest(mac.encode(), self._mac(text).encode()):
             return None
-        worker, slot, _, device = text.split(".")
+        worker, slot, ranks, _, device = text.split(".")
         name, _, title = bytes.fromhex(device).decode().partition("/")
-        return Holder(int(worker), int(slot), Device(name, title))
+        return Holder(int(worker), Seat(int(slot), Device(name, title), int(ranks)))
 
     def _mac(self, text: str) -> str:
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()[:32]
@@ -63,8 +63,7 @@ class Member:
     """What is known of a worker apart from the core's ledger."""
 
     session: str  # its digest, or empty if the worker has to join again
-    slot: int
-    device: Device
+    seat: Seat
     interruptions: Interruptions = Interruptions()  # noqa: RUF009  (immutable)
     used_seconds: float = 0.0
     wasted_seconds: float = 0.0
@@ -75,12 +74,7 @@ class Members:
     """Reports each join and leave to the core and to the history (``note``), until the run is ending."""
 
     def __init__(
-        self,
-        core: ServerCore,
-        token: str,
-        note: Callable[[int, str, int, int, Device], None],
-        life: Life,
-        leases: Leases,
+        self, core: ServerCore, token: str, note: Callable[[int, str, int, Seat], None], life: Life, leases: Leases
     ) -> None:
         self.by_worker: dict[int, Member] = {}
         self._gone: set[int] = set()  # workers that left after the run began to end, which is not part of the history
@@ -90,11 +84,10 @@ class Members:
     def admit(self, request: JoinRequest) -> tuple[int, str]:
         """Returns a new worker and its session. A negative slot stands for the worker's id."""
         worker = self._core.join()
-        slot = request.slot if request.slot >= 0 else worker
-        device = request.device_of(slot)
-        session = self._sessions.issue(worker, slot, device)
-        self._note(worker, "join", self._core.pushes, slot, device)
-        self.by_worker[worker] = Member(_digest(session), slot, device)
+        seat = request.seat(worker)
+        session = self._sessions.issue(worker, seat)
+        self._note(worker, "join", self._core.pushes, seat)
+        self.by_worker[worker] = Member(_digest(session), seat)
         self._leases.renew(worker)
         log.info("worker-%d v=%d joined", worker, self._core.version)
         return worker, session
@@ -109,12 +102,12 @@ class Members:
         if member is None:  # it joined an earlier term, after the checkpoint that this term began from
             if is_ending:
                 return None
-            member = Member(_digest(session), holder.slot, holder.device)
+            member = Member(_digest(session), holder.seat)
         elif member.session != _digest(session):
             return None
         if worker not in self._core.live and not is_ending:
             self._core.join(worker)
-            self._note(worker, "join", self._core.pushes, member.slot, member.device)
+            self._note(worker, "join", self._core.pushes, member.seat)
             log.info("worker-%d v=%d is back", worker, self._core.version)
         self.by_worker[worker] = member
         self._leases.renew(worker)
@@ -127,7 +120,7 @@ class Members:
             return False
         if worker not in self._core.live:
             return False
-        self._note_leave(worker)
+        self._note(worker, "leave", self._core.pushes, self.by_worker[worker].seat)
         log.info("worker-%d v=%d %s", worker, self._core.version, why)
         self._core.count_out(worker)
         return True
@@ -147,20 +140,26 @@ class Members:
 
     def state(self) -> list[list[Any]]:
         return [
-            [worker, m.session, m.slot, *m.interruptions, m.used_seconds, m.wasted_seconds, *m.device]
+            [
+                worker,
+                m.session,
+                m.seat.slot,
+                *m.interruptions,
+                m.used_seconds,
+                m.wasted_seconds,
+                *m.seat.device,
+                m.seat.ranks,
+            ]
             for worker, m in self.by_worker.items()
         ]
 
     def restore(self, rows: Iterable[list[Any]], *, ended: bool) -> None:
         """Takes over the members of an earlier term, which will call again. If the run had ended, they have left."""
-        for worker, session, slot, num, seconds, used, wasted, *device in rows:  # version 0.3 had no device
-            known = Device(*device)
-            self.by_worker[worker] = Member(session, slot, known, Interruptions(num, seconds), used, wasted)
+        for worker, session, slot, num, seconds, used, wasted, *rest in rows:
+            name, title, ranks = rest or ("", "", 1)  # version 0.3 did not know them
+            seat = Seat(slot, Device(name, title), ranks)
+            self.by_worker[worker] = Member(session, seat, Interruptions(num, seconds), used, wasted)
             self._leases.renew(worker)
         for worker in sorted(self._core.live) if ended else ():
-            self._note_leave(worker)
+            self._note(worker, "leave", self._core.pushes, self.by_worker[worker].seat)
             self._core.leave(worker)
-
-    def _note_leave(self, worker: int) -> None:
-        member = self.by_worker[worker]
-        self._note(worker, "leave", self._core.pushes, member.slot, member.device)

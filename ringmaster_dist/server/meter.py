@@ -50,6 +50,7 @@ class WorkerMeasurements:
     interruptions: Interruptions
     used_seconds: float
     wasted_seconds: float  # of gradients that were rejected, and of work that was interrupted
+    ranks: int = 1
 
 
 @dataclass(frozen=True)

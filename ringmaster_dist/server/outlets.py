@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ringmaster_dist.algorithm.methods import Change
-from ringmaster_dist.protocol import Device, Push, Receipt
+from ringmaster_dist.protocol import Push, Receipt, Seat
 from ringmaster_dist.server.checkpoints import CheckpointState
 
 
@@ -14,7 +14,7 @@ class Journal(Protocol):
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None: ...
 
-    def membership(self, worker: int, event: str, pushes: int, slot: int, device: Device) -> None: ...
+    def membership(self, worker: int, event: str, pushes: int, seat: Seat) -> None: ...
 
     def change(self, time: float, change: Change) -> None: ...
 
@@ -30,7 +30,7 @@ class NoJournal:
 
     def arrival(self, time: float, worker: int, push: Push, receipt: Receipt) -> None: ...
 
-    def membership(self, worker: int, event: str, pushes: int, slot: int, device: Device) -> None: ...
+    def membership(self, worker: int, event: str, pushes: int, seat: Seat) -> None: ...
 
     def change(self, time: float, change: Change) -> None: ...
 

@@ -246,8 +246,8 @@ class Service:
                 record, interruptions = core.workers[worker], member.interruptions
                 workers.append(
                     WorkerMeasurements(
-                        worker, member.slot, record.accepted, record.stale, record.invalid, interruptions,
-                        member.used_seconds, member.wasted_seconds + interruptions.seconds,
+                        worker, member.seat.slot, record.accepted, record.stale, record.invalid, interruptions,
+                        member.used_seconds, member.wasted_seconds + interruptions.seconds, member.seat.ranks,
                     )
                 )  # fmt: skip
             return Measurements(

@@ -27,6 +27,7 @@ from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.records import Member, Term
 from ringmaster_dist.observe.run_files import CONFIG, FINAL, MEMBERS, TERMS, TRACE, RunFiles
 from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems.ranks import gradient_in_turn
 from ringmaster_dist.protocol import Verdict
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.core import ServerCore
@@ -85,6 +86,7 @@ class _Computed(NamedTuple):
     version: int
     worker: int
     sequence: int
+    ranks: int
 
 
 def replay(directory: Path) -> Outcome:
@@ -106,6 +108,7 @@ def replay(directory: Path) -> Outcome:
     next_member = 0
     last: _Computed | None = None  # the last accepted arrival
     slots: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     problems = {config.problem.batch: problem}  # by the number of rows of a gradient
     torch.set_num_threads(config.cluster.threads)  # as the workers; the bits depend on it
     for index, arrival in enumerate(arrivals):
@@ -114,6 +117,7 @@ def replay(directory: Path) -> Outcome:
             _apply(core, members[next_member])
             torch.set_num_threads(config.cluster.threads)
             slots[members[next_member].worker] = members[next_member].slot
+            ranks[members[next_member].worker] = members[next_member].ranks
             iterates.setdefault(core.version, core.snapshot.iterate.cpu())
             next_member += 1
         core = _in_term(core, terms[: 1 + _serving_term(terms, index)], make_core)
@@ -134,9 +138,10 @@ def replay(directory: Path) -> Outcome:
             if rows not in problems:
                 problems[rows] = build_problem(config, rows=rows)
                 problems[rows].bind(core.update.layout)
-            gradient, loss = problems[rows].gradient(iterate, config.run.seed, worker, sequence)
+            num_ranks = ranks.get(worker, 1)
+            gradient, loss = gradient_in_turn(problems[rows], num_ranks, iterate, config.run.seed, worker, sequence)
             gradient = wire.encode_gradient(gradient)
-            computed = _Computed(problems[rows], iterates[version], version, worker, sequence)
+            computed = _Computed(problems[rows], iterates[version], version, worker, sequence, num_ranks)
             last = computed if accepted else last
         torch.set_num_threads(config.server.compute_threads)
         receipt = core.push(worker, sequence, named, gradient, arrival.term, arrival.compute_seconds)
@@ -207,11 +212,11 @@ def _on_accelerators(members: list[Member]) -> str:
 
 
 def _gradient_twice(config: Config, wire: Codec, computed: _Computed) -> str:
-    problem, _, version, worker, sequence = computed
+    problem, _, version, worker, sequence, ranks = computed
     iterate = wire.decode_iterate(wire.encode_iterate(computed.iterate))
-    first, first_loss = problem.gradient(iterate, config.run.seed, worker, sequence)
+    first, first_loss = gradient_in_turn(problem, ranks, iterate, config.run.seed, worker, sequence)
     first = first.detach().clone()
-    second, second_loss = problem.gradient(iterate, config.run.seed, worker, sequence)
+    second, second_loss = gradient_in_turn(problem, ranks, iterate, config.run.seed, worker, sequence)
     if first_loss == second_loss and torch.equal(first, second):
         return ""
     gave = f"{float(first_loss)!r} and {float(second_loss)!r}"

@@ -61,14 +61,18 @@ class Failed(Exception):
 
 
 class Worker:
-    """One worker of a run. ``patience_seconds`` is how long it looks for a server that is away."""
+    """One worker of a run. ``patience_seconds`` is how long it looks for a server that is away.
+
+    ``ranks`` is the number of processes that compute its gradients.
+    """
 
     def __init__(
         self, connect: Callable[[], Client], make_job: Callable[[str, int], Job], *, token: str, slot: int,
-        devices: tuple[Device, ...], patience_seconds: float,
+        devices: tuple[Device, ...], ranks: int = 1, patience_seconds: float,
     ) -> None:  # fmt: skip
         self._connect, self._make_job = connect, make_job
-        self._token, self._slot, self._devices, self._patience_seconds = token, slot, devices, patience_seconds
+        self._token, self._slot, self._devices, self._ranks = token, slot, devices, ranks
+        self._patience_seconds = patience_seconds
         self._connection: Client | None = None
         self._interruptions = Interruptions()
         self.poll: _LongPoll | None = None  # that of the newest snapshot
@@ -83,7 +87,7 @@ class Worker:
 
     def _work(self) -> bool:
         """One membership. Returns True when the run is over, False when the server has forgotten this worker."""
-        request = JoinRequest(PROTOCOL_VERSION, self._token, self._slot, self._devices)
+        request = JoinRequest(PROTOCOL_VERSION, self._token, self._slot, self._devices, self._ranks)
         welcome = self._insist(lambda c: c.join(request))
         if welcome.ended:
             log.info("the run is over")

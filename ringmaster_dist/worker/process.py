@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ringmaster_dist import devices
 from ringmaster_dist.config.errors import UserError
@@ -14,6 +15,8 @@ from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreac
 from ringmaster_dist.transport.addresses import split
 from ringmaster_dist.transport.client import Client
 from ringmaster_dist.transport.process_settings import keep_memory
+from ringmaster_dist.transport.ranks import FIRST, RankLost
+from ringmaster_dist.worker.group import Leader, follow, group_of_torchrun
 from ringmaster_dist.worker.job import Job, choice_of_devices, make_job
 from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker
 
@@ -21,11 +24,11 @@ from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker
 def work(
     server: str | Callable[[], str], token: str, make: Callable[..., Job] = make_job, /, *, slot: int = -1,
     tls: bool = True, target: str = "", device: str = "", connect_seconds: float, call_seconds: float,
-    patience_seconds: float,
+    patience_seconds: float, ranks: int = 1,
 ) -> int:  # fmt: skip
     """Works until the run is over, and returns the exit code.
 
-    ``target`` and ``device`` are those of `make_job`.
+    ``target`` and ``device`` are those of `make_job`. ``ranks`` is the number of processes that are this worker.
     ``server`` is HOST:PORT, or @FILE for a file with it, or a function that returns it. The file is read, and the
     function is called, at every attempt to connect, because a server that restarts may have another address.
     """
@@ -41,7 +44,10 @@ def work(
     make = partial(make, target=target, device=device)
     try:
         described = tuple(Device.described(name, devices.title(name)) for name in choice_of_devices(device))
-        Worker(connect, make, token=token, slot=slot, devices=described, patience_seconds=patience_seconds).run()
+        worker = Worker(
+            connect, make, token=token, slot=slot, devices=described, ranks=ranks, patience_seconds=patience_seconds
+        )
+        worker.run()
     except Refused as error:
         print(f"ringmaster worker: the server at {where} refused: {error}", file=sys.stderr)
         return 2
@@ -58,6 +64,22 @@ def work(
         print("ringmaster worker: stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def work_in_group(server: str, token: str, *, target: str, device: str, **arguments: Any) -> int:
+    """Works as one rank of the group that torchrun has started, and returns the exit code, the same on all ranks."""
+    try:
+        ranks = group_of_torchrun()
+    except RankLost as error:
+        print(f"ringmaster worker: {error}", file=sys.stderr)
+        return 1
+    if ranks.rank != FIRST:
+        keep_memory()
+        return follow(ranks, partial(make_job, target=target, device=device))
+    leader = Leader(ranks, make_job)
+    code = work(server, token, leader.make_job, target=target, device=device, ranks=ranks.num, **arguments)
+    leader.dismiss(code)
+    return code
 
 
 def _where(server: str) -> str:

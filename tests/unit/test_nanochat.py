@@ -21,6 +21,7 @@ from ringmaster_dist.problems.nanochat.generate import Decoder, generate
 from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
 from ringmaster_dist.problems.nanochat.rows import pack, prepare
 from ringmaster_dist.problems.nanochat.tokenizer import BOS, SPECIALS, BytePairs
+from ringmaster_dist.problems.ranks import gradient_in_turn
 
 SMALL = NanoChatConfig(3, 2, 1, 32, 300, 16, "SL")
 
@@ -355,6 +356,14 @@ def test_the_gradient_is_the_module_s_own(problem):
         assert torch.equal(view, plain.get_parameter(name).grad), name
     again, _ = problem.gradient(iterate, 1, 2, 3)
     assert torch.equal(again, gradient)
+
+
+def test_a_group_has_the_gradient_of_one_worker_with_all_its_rows(problem):
+    iterate = problem.initial(0)
+    whole, loss = made(problem, batch=6).gradient(iterate, 1, 2, 3)
+    shared, its_loss = gradient_in_turn(made(problem, batch=2), 3, iterate, 1, 2, 3)
+    assert torch.allclose(shared, whole, atol=1e-6)
+    assert its_loss == pytest.approx(loss)
 
 
 def test_micro_batches_give_the_same_gradient(problem):

@@ -35,9 +35,9 @@ class Notes:
     def arrival(self, time, worker, push, receipt):
         self.arrivals.append((time, worker, push.sequence, receipt.verdict))
 
-    def membership(self, worker, event, pushes, slot, device):
+    def membership(self, worker, event, pushes, seat):
         self.members.append((worker, event, pushes))
-        self.devices[worker] = device
+        self.devices[worker] = seat.device
 
     def change(self, time, change):
         self.changes.append(change)
@@ -474,14 +474,14 @@ def test_the_server_knows_the_device_of_each_worker_also_after_a_restart():
     sessions = [stage.service.join(request).wait().session for request in requests]
     assert stage.notes.devices == {0: h100, 1: tesla, 2: h100, 3: Device()}
     state = stage.service.capture()
-    assert all(len(line) == 9 for line in state.members)
+    assert all(len(line) == 10 for line in state.members)
     from_checkpoint, lost = Stage(state=state), Stage(restarted=True)
     old = dataclasses.replace(state, members=[line[:7] for line in state.members])  # of version 0.3
-    assert [member.device for member in Stage(state=old).service.workers.values()] == [Device()] * 4
+    assert [member.seat.device for member in Stage(state=old).service.workers.values()] == [Device()] * 4
     for restarted in (from_checkpoint, lost):
         for session in sessions:
             restarted.push(session, 0, 0)
-        known = {worker: member.device for worker, member in restarted.service.workers.items()}
+        known = {worker: member.seat.device for worker, member in restarted.service.workers.items()}
         assert known == stage.notes.devices
     assert lost.notes.devices == stage.notes.devices
 
