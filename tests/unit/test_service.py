@@ -23,13 +23,14 @@ class Notes:
     """A journal that keeps its lines in memory."""
 
     def __init__(self):
-        self.arrivals, self.members, self.changes = [], [], []
+        self.arrivals, self.members, self.ranks, self.changes = [], [], [], []
 
     def arrival(self, time, worker, push, receipt):
         self.arrivals.append((time, worker, push.sequence, receipt.verdict))
 
     def membership(self, worker, event, pushes, slot, ranks):
         self.members.append((worker, event, pushes))
+        self.ranks.append(ranks)
 
     def change(self, time, change):
         self.changes.append(change)
@@ -339,6 +340,23 @@ def test_a_restarted_server_recognises_its_workers():
     assert again.service.core.pushes == 1
     assert again.push(session, 1, 1).wait().receipt.verdict is Verdict.ACCEPTED
     assert again.notes.members == []
+
+
+def test_the_ranks_of_a_group_are_noted_at_every_join_and_leave():
+    """They survive a lost lease, a restart from a checkpoint, and a restart from before the join."""
+    stage = Stage()
+    group = stage.service.join(JoinRequest(PROTOCOL_VERSION, "secret", -1, 3)).wait().session
+    stage.session()
+    stage.wait(20.0)
+    stage.push(group, 0, 0)
+    assert stage.notes.ranks == [3, 1, 3, 1, 3]
+    assert [worker.ranks for worker in stage.service.measure().workers] == [3, 1]
+    for again in (Stage(state=stage.service.capture()), Stage(restarted=True)):
+        again.push(group, 1, 0)
+        again.service.leave(group)
+        assert set(again.notes.ranks) == {3}
+    for ranks in (0, -1, 10**9, 2.0, True):
+        assert not stage.service.join(JoinRequest(PROTOCOL_VERSION, "secret", -1, ranks)).wait().session
 
 
 def test_gradients_of_a_lost_version_never_count():
