@@ -2,13 +2,19 @@
 
 import os
 import sys
+import time
 
 from ringmaster_dist.cli.main import main as ringmaster
 
+_PAUSE_SECONDS = 10.0
+
 
 def main(argv: list[str]) -> int:
-    follows = "group=true" in argv and os.environ.get("RANK", "0") != "0"  # the first rank reports a mistake for all
-    return ringmaster(["worker", *argv], is_quiet=follows)
+    follows = "group=true" in argv and os.environ.get("RANK", "0") != "0"
+    code = ringmaster(["worker", *argv], is_quiet=follows)
+    if follows and code:
+        time.sleep(_PAUSE_SECONDS)  # torchrun ends all ranks when one exits, and the first rank says why for all
+    return code
 
 
 if __name__ == "__main__":

@@ -180,5 +180,6 @@ def test_wrong_arguments_of_a_group_are_refused(arguments, environment, message,
     assert message in errors
     assert errors.count("\n") == 1
     monkeypatch.setenv("RANK", "1")  # the first rank reports a mistake for all
+    monkeypatch.setattr("ringmaster_dist.worker.__main__._PAUSE_SECONDS", 0.0)
     assert worker_main(["server=127.0.0.1:1", *arguments, "group=true", "device=cuda:7"]) == 2
     assert capsys.readouterr().err == ""

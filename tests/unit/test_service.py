@@ -30,14 +30,14 @@ class Notes:
     """A journal that keeps its lines in memory."""
 
     def __init__(self):
-        self.arrivals, self.members, self.changes, self.devices = [], [], [], {}
+        self.arrivals, self.members, self.changes, self.seats = [], [], [], []
 
     def arrival(self, time, worker, push, receipt):
         self.arrivals.append((time, worker, push.sequence, receipt.verdict))
 
     def membership(self, worker, event, pushes, seat):
         self.members.append((worker, event, pushes))
-        self.devices[worker] = seat.device
+        self.seats.append((worker, seat))
 
     def change(self, time, change):
         self.changes.append(change)
@@ -349,6 +349,23 @@ def test_a_restarted_server_recognises_its_workers():
     assert again.notes.members == []
 
 
+def test_the_ranks_of_a_group_are_noted_at_every_join_and_leave():
+    """They survive a lost lease, a restart from a checkpoint, and a restart from before the join."""
+    stage = Stage()
+    group = stage.service.join(JoinRequest(PROTOCOL_VERSION, "secret", -1, (), 3)).wait().session
+    stage.session()
+    stage.wait(20.0)
+    stage.push(group, 0, 0)
+    assert [seat.ranks for _, seat in stage.notes.seats] == [3, 1, 3, 1, 3]
+    assert [worker.ranks for worker in stage.service.measure().workers] == [3, 1]
+    for again in (Stage(state=stage.service.capture()), Stage(restarted=True)):
+        again.push(group, 1, 0)
+        again.service.leave(group)
+        assert {seat.ranks for _, seat in again.notes.seats} == {3}
+    for ranks in (0, -1, 10**9, 2.0, True):
+        assert not stage.service.join(JoinRequest(PROTOCOL_VERSION, "secret", -1, ranks)).wait().session
+
+
 def test_gradients_of_a_lost_version_never_count():
     """Versions made after the checkpoint are lost. Versions that the checkpoint contains still count."""
     method = Method(Constant(0.1, 0.5, 5))
@@ -472,7 +489,8 @@ def test_the_server_knows_the_device_of_each_worker_also_after_a_restart():
     stage = Stage()
     requests = [JoinRequest(PROTOCOL_VERSION, "secret", slot, devices) for slot, devices in offers]
     sessions = [stage.service.join(request).wait().session for request in requests]
-    assert stage.notes.devices == {0: h100, 1: tesla, 2: h100, 3: Device()}
+    joined = {worker: seat.device for worker, seat in stage.notes.seats}
+    assert joined == {0: h100, 1: tesla, 2: h100, 3: Device()}
     state = stage.service.capture()
     assert all(len(line) == 10 for line in state.members)
     from_checkpoint, lost = Stage(state=state), Stage(restarted=True)
@@ -482,8 +500,8 @@ def test_the_server_knows_the_device_of_each_worker_also_after_a_restart():
         for session in sessions:
             restarted.push(session, 0, 0)
         known = {worker: member.seat.device for worker, member in restarted.service.workers.items()}
-        assert known == stage.notes.devices
-    assert lost.notes.devices == stage.notes.devices
+        assert known == joined
+    assert {worker: seat.device for worker, seat in lost.notes.seats} == joined
 
 
 def test_a_failing_thread_ends_the_run_with_an_error():
