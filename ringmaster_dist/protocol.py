@@ -35,7 +35,7 @@ class Receipt(NamedTuple):
 
 
 # Programs with different versions of these messages refuse each other.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 _MOST = 2**62  # of anything that is counted
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-9, 1e9  # rates and their sums stay finite
 
@@ -63,6 +63,7 @@ class Welcome(NamedTuple):
     config: str  # the resolved run configuration, YAML
     fingerprint: str  # of the model's parameters and the data
     snapshot: Snapshot | None
+    rows: int = 0  # as in `Reply`
 
 
 class Interruptions(NamedTuple):
@@ -84,10 +85,11 @@ class Push(NamedTuple):
     loss: float
     compute_seconds: float
     term: int = 0  # of the snapshot it was computed at
+    rows: int = 0  # that it was computed of, if the server assigns rows
 
     def is_well_formed(self) -> bool:
         return (
-            all(_is_count(number) for number in (self.sequence, self.gradient_version, self.term))
+            all(_is_count(number) for number in (self.sequence, self.gradient_version, self.term, self.rows))
             and type(self.loss) is float
             and _is_duration(self.compute_seconds)
             and (self.compute_seconds == 0.0 or self.compute_seconds >= _SHORTEST_SECONDS)
@@ -111,6 +113,7 @@ class Reply(NamedTuple):
     ended: bool = False
     unknown: bool = False  # this server does not know the session: the worker joins again
     evicted: str = ""  # why the server refuses this worker from now on
+    rows: int = 0  # the worker's gradients take this many rows from now on; 0: as the configuration says
 
 
 class Staleness(str, Enum):

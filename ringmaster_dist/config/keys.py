@@ -109,6 +109,8 @@ def _in_words(hint: Any) -> str:
         return f"a list of {_names(parts[0])}"
     if origin is dict:
         return "a mapping"
+    if hint is Any:
+        return "a value"
     return _in_words(parts[0]) if parts else _KINDS.get(hint, "a section")
 
 
