@@ -10,9 +10,9 @@ assigns the same rows. The seconds per row of a worker are the median of its las
 differ clearly from those of the last assignment, so rows do not follow the jitter. A gradient is taken to cost nothing
 apart from its rows. If it does, a slow worker gets fewer rows step by step, until its gradients take as long as wanted.
 
-A worker may become so slow that all its work is interrupted. Then no push tells its speed. So a worker that is silent
-for clearly longer than usual is taken to be half as quick, again and again, until a push of it arrives. The time that
-has passed is the compute time of the busiest worker.
+A worker may be, or become, so slow that all its work is interrupted. Then no push tells its speed. So a worker that is
+silent for clearly longer than expected is taken to be half as quick, and again a few times, until a push of it arrives.
+The time that has passed is the compute time of the busiest worker.
 
 A gradient of r rows counts as ``r / usual`` of an update (`weighted`), so every row has the same weight.
 """
@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 _REMEMBERED = 5  # seconds per row of each worker
 _CLEARLY = 1.25  # "differ clearly" is this factor
-_SILENT = 3.0  # "clearly longer than usual" is this factor
+_SILENT = 3.0  # "clearly longer than expected" is this factor
+_MOST_GUESSES = 6  # in a row: a worker is not taken to be slower than it was by more than 2 to this power
 _WORKERS_PER_ARRIVAL = 64  # a look for silent workers concerns all of them, so it is rarer if there are many
 _MARGIN = 0.9  # delays should be below this fraction of the threshold
 _NEARLY_LEAST = 1.1  # if no assignment keeps that, a delay within this factor of the least one is good enough
@@ -45,13 +46,14 @@ class RowsChange(NamedTuple):
 class _Worker:
     """What is known of a worker's speed."""
 
-    __slots__ = ("accepted_rows", "gap", "guessed", "heard", "rows", "seconds", "times")
+    __slots__ = ("accepted_rows", "gap", "guesses", "heard", "is_known", "rows", "seconds", "times")
 
     def __init__(self, rows: int, clock: float) -> None:
         self.rows = rows  # assigned
         self.seconds: float | None = None  # per row, as the last assignment has used it
         self.times: deque[float] = deque(maxlen=_REMEMBERED)  # seconds per row
-        self.guessed = False  # whether the only time is a guess, because the worker was silent
+        self.is_known = False  # whether a push of it has ever arrived
+        self.guesses = 0  # how often it was found silent since its last push
         self.heard = clock  # when its last push arrived, or it was last found silent
         self.gap = 0.0  # between its last two pushes
         self.accepted_rows = 0
@@ -112,9 +114,9 @@ class RowsBySpeed:
         if math.isfinite(seconds) and seconds > 0:
             self._clock = max(worker.heard + seconds, self._clock)
             worker.gap, worker.heard = self._clock - worker.heard, self._clock
-            if worker.guessed:
+            if worker.guesses:
                 worker.times.clear()
-                worker.guessed = False
+            worker.is_known, worker.guesses = True, 0
             worker.times.append(seconds / rows)
             changed |= self._has_changed(worker)
         self._arrivals += 1
@@ -140,33 +142,34 @@ class RowsBySpeed:
     def _find_silent(self) -> dict[int, float]:
         """Guesses the speed of workers that should have been heard by now. Returns how long each was silent."""
         silent = {}
+        quickest = self._quickest()
         for worker_id in sorted(self._live):
             worker = self._workers[worker_id]
-            if worker.seconds is None or worker.rows == self.least:
-                continue
-            passed = self._clock - worker.heard
-            if passed > _SILENT * max(worker.rows * worker.seconds, worker.gap):
-                worker.seconds *= 2
-                worker.times.clear()
-                worker.times.append(worker.seconds)
-                worker.guessed, worker.heard = True, self._clock
+            expected, passed = worker.seconds or quickest, self._clock - worker.heard
+            if worker.guesses < _MOST_GUESSES and passed > _SILENT * max(worker.rows * expected, worker.gap):
+                worker.seconds, worker.heard = 2 * expected, self._clock
+                worker.guesses += 1
                 silent[worker_id] = passed
         return silent
 
+    def _quickest(self) -> float:
+        """The least seconds per row among the members; infinity if nothing is known yet."""
+        return min((self._workers[w].seconds or math.inf for w in self._live), default=math.inf)
+
     def _assign(self, version: int, threshold: float, silent: dict[int, float]) -> None:
-        known = [w for w in sorted(self._live) if self._workers[w].seconds is not None]
-        speeds = {w: self._workers[w].seconds or math.inf for w in known}
-        if not speeds:
+        quickest = self._quickest()
+        if quickest == math.inf:
             return
-        quickest = min(speeds.values())
-        measured = [seconds for w, seconds in speeds.items() if not self._workers[w].guessed]
-        wanted = quickest * self._rows_of_quickest(measured or [quickest], quickest, threshold)
-        for worker_id, seconds in speeds.items():
-            worker, rows = self._workers[worker_id], self._rows_in(wanted, seconds)
+        base = self._rows_of_quickest(quickest, threshold)
+        for worker_id in sorted(self._live):
+            worker = self._workers[worker_id]
+            if not worker.is_known or worker.seconds is None:
+                continue
+            rows = self._rows_in(base * quickest, worker.seconds)
             if rows == worker.rows:
                 continue
             worker.rows = rows
-            reason = f"{seconds:.3g} s per row, the quickest worker takes {quickest:.3g} s"
+            reason = f"{worker.seconds:.3g} s per row; the quickest worker takes {quickest:.3g} s, and {base} rows"
             if worker_id in silent:
                 reason = f"silent for {silent[worker_id]:.3g} s, so it is taken to be half as quick"
             self._changes.append(RowsChange(version, worker_id, rows, reason))
@@ -174,13 +177,14 @@ class RowsBySpeed:
     def _rows_in(self, wanted_seconds: float, seconds_per_row: float) -> int:
         return min(self.most, max(self.least, round(wanted_seconds / seconds_per_row)))
 
-    def _rows_of_quickest(self, speeds: Sequence[float], quickest: float, threshold: float) -> int:
+    def _rows_of_quickest(self, quickest: float, threshold: float) -> int:
         """The smallest number from the usual one on with which the slowest worker is not late."""
         if self.most == self.usual or threshold == math.inf:
             return self.usual
+        speeds = [self._workers[w].seconds for w in sorted(self._live)]
         delays = []
         for rows in range(self.usual, self.most + 1):
-            times = [seconds * self._rows_in(rows * quickest, seconds) for seconds in speeds]  # of a gradient
+            times = [s * self._rows_in(rows * quickest, s) for s in speeds if s is not None]  # seconds of a gradient
             delays.append(max(times) * sum(1.0 / seconds for seconds in times) - 1.0)
         good_enough = max(_MARGIN * threshold, _NEARLY_LEAST * min(delays))
         return self.usual + next(index for index, delay in enumerate(delays) if delay <= good_enough)
@@ -192,7 +196,7 @@ class RowsBySpeed:
             "arrivals": self._arrivals,
             "live": sorted(self._live),
             "workers": [
-                [worker_id, w.rows, w.seconds, list(w.times), w.guessed, w.heard, w.gap, w.accepted_rows]
+                [worker_id, w.rows, w.seconds, list(w.times), w.is_known, w.guesses, w.heard, w.gap, w.accepted_rows]
                 for worker_id, w in self._workers.items()
             ],
         }
@@ -200,7 +204,8 @@ class RowsBySpeed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._clock, self._arrivals, self._live = state["clock"], state["arrivals"], frozenset(state["live"])
         self._workers, self._changes = {}, []
-        for worker_id, rows, seconds, times, guessed, heard, gap, accepted_rows in state["workers"]:
+        for worker_id, rows, seconds, times, is_known, guesses, heard, gap, accepted_rows in state["workers"]:
             worker = self._workers[worker_id] = _Worker(rows, heard)
-            worker.seconds, worker.guessed, worker.gap, worker.accepted_rows = seconds, guessed, gap, accepted_rows
+            worker.seconds, worker.is_known, worker.guesses = seconds, is_known, guesses
+            worker.gap, worker.accepted_rows = gap, accepted_rows
             worker.times.extend(times)
