@@ -51,7 +51,8 @@ class ClusterConfig:
         0.05, "The time of a gradient has half-normal noise of this fraction of the worker's own time.", least=0)
     batch: Any = key(
         None, "These rows per gradient, such as [8, 4], are assigned to workers of a real NanoChat run in turn; null "
-        "means problem.batch for all. auto gives each worker rows by its measured speed.", least=1, one_of=("auto",))
+        "means problem.batch for all. auto gives each worker rows by its measured speed.", least=1, one_of=("auto",),
+        kind="a list of whole numbers")
     batch_min: int = key(1, "With batch=auto, a gradient takes at least this many rows.", least=1)
     batch_max: int | None = key(
         None, "With batch=auto, a gradient takes at most this many rows; null means problem.batch.", least=1)

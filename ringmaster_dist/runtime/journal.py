@@ -14,7 +14,7 @@ from ringmaster_dist.observe.records import Member, MetricsRow, Summary
 from ringmaster_dist.observe.run_directory import Lines, RunDirectory
 from ringmaster_dist.observe.run_files import FINAL, MEMBERS, METRICS, ROWS, THRESHOLDS, TRACE
 from ringmaster_dist.problems import Problem
-from ringmaster_dist.protocol import Push, Receipt
+from ringmaster_dist.protocol import Push, Receipt, Verdict
 from ringmaster_dist.server.core import ServerCore
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Journal:
             shared = push.gradient_version
         self._trace.arrival(
             time, worker, push.sequence, shared, receipt, push.loss, push.compute_seconds, push.term, lost,
-            push.rows,
+            push.rows if receipt.verdict is not Verdict.INVALID else 0,
         )  # fmt: skip
 
     def membership(self, worker: int, event: str, pushes: int, slot: int) -> None:

@@ -218,8 +218,8 @@ class ServerCore:
         shared = gradient_version if term is None else self.shared_version(term, gradient_version)
         delay = version - shared
         problem = self._refusal(record, worker_id, sequence, gradient_version, delay, term)
-        if not problem and self.rows is not None:
-            problem = self.rows.refusal(rows)
+        if not problem:
+            problem = self._rows_refusal(rows)
         if problem:
             return self._refuse(record, sequence, delay, problem)
         assert record is not None
@@ -269,6 +269,11 @@ class ServerCore:
         if term is not None and not 0 <= term <= self.term:
             return f"term {term} is unknown, the server is in term {self.term}"
         return self.method.refusal(worker_id)
+
+    def _rows_refusal(self, rows: int) -> str:
+        if self.rows is not None:
+            return self.rows.refusal(rows)
+        return f"it says that it has {rows} rows, and this run does not assign rows" if rows else ""
 
     def gradient_fault(self, gradient: torch.Tensor) -> str:
         """Says what is wrong with a gradient. Empty if nothing is. Any thread may call this."""

@@ -204,7 +204,7 @@ class Service:
             elif self._life.is_ending:
                 self._waiting.add_late_push(future)
             elif self._was_answered(worker, push):
-                self._waiting.answer(future, Reply(None, self._publisher.snapshot))
+                self._waiting.answer(future, Reply(None, self._publisher.snapshot, rows=self.core.rows_of(worker)))
             else:
                 self._judge(worker, push, fault, future)
         return future

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from ringmaster_dist.algorithm.auto import AutoThreshold
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
 from ringmaster_dist.algorithm.methods import Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.rows import RowsBySpeed
@@ -82,6 +83,12 @@ def test_the_quick_take_more_than_usual_only_if_the_slow_would_be_late():
     assert tight.assigned[0] > 4
     assert tight.wasted < 0.05
     assert tight.core.workers[3].accepted > 100
+
+
+def test_rows_and_threshold_choose_themselves_together():
+    played = Played(LINEAR, method=AutoThreshold(Constant(0.1, 0.05))).run(60.0)
+    assert played.assigned == [4, 2, 1, 1, 1, 1, 1, 1]
+    assert all(record.accepted > 0 for record in played.core.workers.values())
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -180,15 +187,15 @@ def test_a_mean_is_weighted_by_rows(method):
         torch.testing.assert_close(each.momentum, alpha * (one + 3 * three) / 4)
 
 
-@pytest.mark.parametrize("rows", [0, -1, 5, 2**62])
-def test_a_lie_about_rows_is_refused_and_changes_nothing(rows):
-    core = make_core(rows=RowsBySpeed(4, 1, 4))
+@pytest.mark.parametrize(("rows", "assigned"), [(0, 1), (-1, 1), (5, 1), (2**62, 1), (1, 0)])
+def test_a_lie_about_rows_is_refused_and_changes_nothing(rows, assigned):
+    core = make_core(rows=RowsBySpeed(4, 1, 4) if assigned else None)
     core.join()
     receipt = core.push(0, 0, 0, torch.ones(6), compute_seconds=1e-9, rows=rows)
     assert receipt.verdict.value == "invalid"
-    assert "1 to 4" in receipt.reason
+    assert f"it says that it has {rows} rows" in receipt.reason
     assert core.version == 0
-    assert core.rows_of(0) == 1
+    assert core.rows_of(0) == assigned
 
 
 class Notes:
