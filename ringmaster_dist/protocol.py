@@ -101,6 +101,7 @@ class Welcome(NamedTuple):
     config: str  # the resolved run configuration, YAML
     fingerprint: str  # of the model's parameters and the data
     snapshot: Snapshot | None
+    rows: int = 0  # as in `Reply`
 
 
 class Interruptions(NamedTuple):
@@ -122,10 +123,11 @@ class Push(NamedTuple):
     loss: float
     compute_seconds: float
     term: int = 0  # of the snapshot it was computed at
+    rows: int = 0  # that it was computed of, if the server assigns rows
 
     def is_well_formed(self) -> bool:
         return (
-            all(_is_count(number) for number in (self.sequence, self.gradient_version, self.term))
+            all(_is_count(number) for number in (self.sequence, self.gradient_version, self.term, self.rows))
             and type(self.loss) is float
             and _is_duration(self.compute_seconds)
             and (self.compute_seconds == 0.0 or self.compute_seconds >= _SHORTEST_SECONDS)
@@ -155,6 +157,7 @@ class Reply(NamedTuple):
     ended: bool = False
     unknown: bool = False  # this server does not know the session: the worker joins again
     evicted: str = ""  # why the server refuses this worker from now on
+    rows: int = 0  # the worker's gradients take this many rows from now on; 0: as the configuration says
 
 
 class Staleness(str, Enum):

@@ -170,11 +170,15 @@ def run_advise(arguments: Namespace, overrides: list[str]) -> int:
 
     Plays candidate methods and thresholds on a cluster in virtual time and shows what each would do: updates per
     second, wasted compute, workers that would starve (none of their gradients is ever accepted), speed-up over
-    synchronous training. Then it recommends a threshold. It is the smallest that makes nine tenths of the updates that
-    accepting everything would make, because a larger one only adds older gradients. For this threshold it also shows
-    how much of each worker's work is accepted. "slow half" is the share of accepted gradients that comes from the
-    slower half of the workers. SOURCE is times=, file=, run=, or the word gpus for the paper's table of GPUs. Without
-    it, the times come from the configuration: cluster.workers=8 cluster.profile=linear cluster.unit_seconds=1 ...
+    synchronous training. Then it recommends a threshold. It is the smallest that uses nine
+    tenths of the work that accepting everything would use, because a larger one only adds older gradients. For this
+    threshold it also shows how much of each worker's work is accepted. "slow half" is the share of accepted gradients
+    that comes from the slower half of the workers. SOURCE is times=,
+    file=, run=, or the word gpus for the paper's table of GPUs. Without it, the times come from the configuration:
+    cluster.workers=8 cluster.profile=linear cluster.unit_seconds=1 ...
+
+    With problem=nanochat cluster.batch=auto it also plays rows by speed, and "grads/s" are the accepted gradients per
+    second, in gradients of problem.batch rows. A time is that of such a gradient.
 
     This shows what another threshold would have done in a finished run:
       ringmaster advise run=runs/a thresholds=4
@@ -183,7 +187,8 @@ def run_advise(arguments: Namespace, overrides: list[str]) -> int:
     if len(times) < 2:
         raise UserError(f"{what}: with one worker nothing is ever late and there is nothing to choose")
     thresholds = sorted(arguments.thresholds)
-    found = _forecasts(times, thresholds, jitter=0.0 if arguments.run else config.cluster.jitter)
+    rows_bounds = _rows_bounds(config)
+    found = _forecasts(times, thresholds, 0.0 if arguments.run else config.cluster.jitter, rows_bounds)
     print(f"{what}: {len(times)} workers, {times[0]:.4g} to {times[-1]:.4g} s per gradient")
     synchronous = max(1e-12, found["synchronous"].updates_per_second)
     rows = []
@@ -191,39 +196,62 @@ def run_advise(arguments: Namespace, overrides: list[str]) -> int:
         slow = int(played.accepted[len(times) // 2 :].sum()) / max(1, int(played.accepted.sum()))
         starving = f"{len(played.starving)} of {len(times)}" if played.starving else "none"
         rate = played.updates_per_second
-        rows.append([name, f"{rate:.4g}", f"{rate / synchronous:.2f}", f"{played.wasted_fraction:.0%}", starving,
-                     f"{slow:.0%}"])  # fmt: skip
-    _print_table(["method", "updates/s", "x sync", "wasted", "starving", "slow half"], rows)
-    most = found["asynchronous"].updates_per_second
-    enough = [r for r in thresholds if found[f"ringmaster R={r}"].updates_per_second >= _ENOUGH * most]
-    chosen = enough[0] if enough else thresholds[-1]
-    advised = found[f"ringmaster R={chosen}"]
-    _print_table(["worker", "s/gradient", "accepted of what it began", "share of updates"], _by_worker(times, advised))
-    rate = advised.updates_per_second
-    print(f"advice: method=ringmaster method.threshold={chosen} "
-          f"({rate:.4g} updates/s, {rate / most:.0%} of what accepting everything would make)")  # fmt: skip
+        gain = f"{played.work_per_second:.4g}" if rows_bounds else f"{rate / synchronous:.2f}"
+        rows.append([name, f"{rate:.4g}", gain, f"{played.wasted_fraction:.0%}", starving, f"{slow:.0%}"])
+    second = "grads/s" if rows_bounds else "x sync"
+    _print_table(["method", "updates/s", second, "wasted", "starving", "slow half"], rows)
+    most = found["asynchronous"].work_per_second
+    candidates = [_candidate(r, by_speed=rows_bounds is not None) for r in thresholds]
+    enough = [name for name in candidates if found[name].work_per_second >= _ENOUGH * most]
+    name = enough[0] if enough else candidates[-1]
+    chosen, advised = thresholds[candidates.index(name)], found[name]
+    _print_table(["worker", "s/gradient", *(["rows"] if rows_bounds else []), "accepted of what it began",
+                  "share of updates"], _by_worker(times, advised))  # fmt: skip
+    print(f"advice: method=ringmaster method.threshold={chosen}{' cluster.batch=auto' if rows_bounds else ''} "
+          f"({advised.updates_per_second:.4g} updates/s, {advised.work_per_second / most:.0%} of the work that "
+          "accepting everything would use)")  # fmt: skip
     return 0
 
 
-def _forecasts(times: Sequence[float], thresholds: Sequence[int], jitter: float) -> dict[str, Forecast]:
-    """What each candidate would do on this cluster, by its name."""
+def _rows_bounds(config: Config) -> tuple[int, int, int] | None:
+    """The usual, the least and the most rows of a gradient with cluster.batch=auto, else None."""
+    if config.cluster.batch != "auto":
+        return None
+    usual, cluster = config.problem.batch, config.cluster
+    return usual, cluster.batch_min, cluster.batch_max or usual
+
+
+def _candidate(threshold: int, *, by_speed: bool) -> str:
+    return f"rows auto, R={threshold}" if by_speed else f"ringmaster R={threshold}"
+
+
+def _forecasts(
+    times: Sequence[float], thresholds: Sequence[int], jitter: float, rows_bounds: tuple[int, int, int] | None
+) -> dict[str, Forecast]:
+    """What each candidate would do on this cluster, by its name. Some assign rows by speed, if there are bounds."""
     from ringmaster_dist.algorithm.auto import AutoThreshold
     from ringmaster_dist.algorithm.methods import Method, Rennala, Synchronous
+    from ringmaster_dist.algorithm.rows import RowsBySpeed
     from ringmaster_dist.algorithm.schedules import Constant
     from ringmaster_dist.simulation.forecast import forecast, horizon_of
 
     candidates: dict[str, Method] = {
-        **{f"ringmaster R={r}": Method(Constant(0.1, 0.1, r)) for r in thresholds},
+        **{_candidate(r, by_speed=False): Method(Constant(0.1, 0.1, r)) for r in thresholds},
         "ringmaster R=auto": AutoThreshold(Constant(0.1, 0.05)),
         "asynchronous": Method(Constant(0.1, 0.1, math.inf)),
         f"rennala B={len(times)}": Rennala(Constant(0.1, 0.1), len(times)),
         "synchronous": Synchronous(Constant(0.1, 0.1)),
     }
+    by_speed = [_candidate(r, by_speed=True) for r in thresholds] if rows_bounds else []
+    candidates |= {name: Method(Constant(0.1, 0.1, r)) for name, r in zip(by_speed, thresholds, strict=False)}
     horizon = horizon_of(times)
     return {
-        name: forecast(times, method, jitter=jitter, interrupt=True, horizon_seconds=horizon)
+        name: forecast(
+            times, method, jitter=jitter, interrupt=True, horizon_seconds=horizon,
+            rows=RowsBySpeed(*rows_bounds) if rows_bounds and name in by_speed else None,
+        )
         for name, method in candidates.items()
-    }
+    }  # fmt: skip
 
 
 def _by_worker(times: Sequence[float], played: Forecast) -> Iterable[Sequence[str]]:
@@ -232,6 +260,8 @@ def _by_worker(times: Sequence[float], played: Forecast) -> Iterable[Sequence[st
     for worker in range(len(times)):
         accepted, begun = int(played.accepted[worker]), int(played.begun[worker])
         if worker < _LISTED_WORKERS or worker == last:
-            yield str(worker), f"{times[worker]:.4g}", f"{accepted / max(1, begun):.0%}", f"{accepted / total:.1%}"
+            rows = [str(played.rows[worker])] if played.rows[worker] else []
+            share = f"{accepted / total:.1%}"
+            yield str(worker), f"{times[worker]:.4g}", *rows, f"{accepted / max(1, begun):.0%}", share
         elif worker == _LISTED_WORKERS:
-            yield "...", "", "", ""
+            yield ("...",)

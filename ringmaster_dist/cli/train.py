@@ -26,7 +26,7 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
 
       resume=RUN_DIR     resume a run that was stopped, or lost its machine, from its newest good checkpoint. The
                          configuration is the run's own. budget.*, cluster.*, server.*, checkpoint.* and logger.* may be
-                         given again, except cluster.batch, cluster.threads and server.compute_threads (the bits depend
+                         given again, except cluster.batch*, cluster.threads and server.compute_threads (the bits depend
                          on them), and budget.updates if step sizes depend on it (method.warmup, method.decay, theory).
                          In that case, train the weights further in a new run with init=RUN_DIR.
       resume=auto        resume the run in run.dir if there is one, otherwise begin it. The command stays the same each

@@ -15,11 +15,13 @@ from ringmaster_dist import __version__, devices
 from ringmaster_dist.algorithm.auto import AutoThreshold
 from ringmaster_dist.algorithm.layout import ROLES, Layout, Norm
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
+from ringmaster_dist.algorithm.rows import RowsBySpeed
 from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Schedule, agnostic, theory
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.own_code import problem_from
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.validate import check_row_bounds
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.problems.quadratic import Quadratic
@@ -31,12 +33,13 @@ from ringmaster_dist.wire import Wire
 if TYPE_CHECKING:
     from ringmaster_dist.problems.nanochat.model import NanoChatConfig
     from ringmaster_dist.problems.nanochat.rows import Rows
+    from ringmaster_dist.server.meter import WorkerMeasurements
 
 
 def rows_of(config: Config, slot: int) -> int:
     """The rows that a gradient of the worker in this slot takes."""
     dealt = config.cluster.batch
-    return dealt[slot % len(dealt)] if dealt else config.problem.batch
+    return dealt[slot % len(dealt)] if isinstance(dealt, list) else config.problem.batch
 
 
 def build_problem(config: Config, device: str = "cpu", rows: int | None = None) -> Problem:
@@ -175,6 +178,21 @@ def build_method(config: Config) -> Method:
     return AutoThreshold(schedule) if config.method.threshold == "auto" else Method(schedule)
 
 
+def build_rows_by_speed(config: Config, problem: Problem) -> RowsBySpeed | None:
+    """What assigns rows to workers, with cluster.batch=auto. Raises UserError if the problem cannot take any number."""
+    cluster = config.cluster
+    if cluster.batch != "auto":
+        return None
+    usual = getattr(problem, "batch", None)
+    if usual is None:
+        raise UserError(
+            f"cluster.batch=auto: {config.problem.target} does not say how to draw a number of rows: give its "
+            "ModuleProblem batch=, and let batches take rows as a fourth argument (docs/extending.md, a model)"
+        )
+    check_row_bounds(cluster, usual)
+    return RowsBySpeed(usual, cluster.batch_min, cluster.batch_max or usual)
+
+
 def build_layout(config: Config, problem: Problem) -> Layout:
     """Where the problem's parameters lie in the flat iterate. The problem is bound to this layout."""
     geometry = config.geometry
@@ -215,7 +233,8 @@ def build_core(
     initial = problem.initial(config.run.seed)
     if run is not None and config.init:
         initial = _given(run / INITIAL, layout, problem)
-    return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype)
+    rows = build_rows_by_speed(config, problem)
+    return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype, rows)
 
 
 def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:
@@ -226,8 +245,9 @@ def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:
         raise UserError(f"{path}, the weights that the run begins from, cannot be used: {error}") from error
 
 
-def tokens_of_slot(config: Config) -> Callable[[int], int]:
-    """The tokens of a gradient, by the slot of its worker; 0 if the problem has no tokens."""
-    if config.problem.name != "nanochat":
-        return lambda slot: 0
-    return lambda slot: rows_of(config, slot) * config.model.sequence_len
+def accepted_tokens(config: Config) -> Callable[[WorkerMeasurements], int]:
+    """The tokens of a worker's accepted gradients; 0 if the problem has no tokens."""
+    length = config.model.sequence_len if config.problem.name == "nanochat" else 0
+    if config.cluster.batch == "auto":
+        return lambda worker: worker.accepted_rows * worker.ranks * length
+    return lambda worker: worker.accepted * rows_of(config, worker.slot) * worker.ranks * length

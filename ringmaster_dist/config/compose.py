@@ -27,7 +27,8 @@ from ringmaster_dist.config.schema import KEYS, Config, suggested_eta
 from ringmaster_dist.config.validate import refusal, validate
 
 _MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")  # sections that a resumed run may change
-_MAY_NOT = ("cluster.batch", "cluster.threads", "server.compute_threads")  # except these, on which the bits depend
+# except these, on which the bits depend
+_MAY_NOT = ("cluster.batch", "cluster.batch_min", "cluster.batch_max", "cluster.threads", "server.compute_threads")
 _RENAMED = {"decay_updates": "decay", "warmup_updates": "warmup"}  # they were numbers of updates and are fractions now
 _OF_THE_CALL = ("run.dir", "run.overwrite")  # these do not change what is computed
 

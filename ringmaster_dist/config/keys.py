@@ -27,7 +27,7 @@ class Key:
     one_of: tuple[str, ...] = ()
     only: tuple[str, ...] = ()  # the choices of its group that have this key; empty: all of them
     command: str = ""  # the command that has this key, simulate or train; empty: both
-    kind: str = ""  # the type in words
+    kind: str = ""  # the type in words; empty: as its field says
 
     def exists(self, choice: str, command: str) -> bool:
         return (not self.only or choice in self.only) and self.command in ("", command)
@@ -88,7 +88,8 @@ def section(of: type, sentence: str = "", **declared: Any) -> Any:
 def own_keys(of: Any) -> dict[str, Key]:
     """What the fields of one dataclass say about themselves, by their names."""
     hints = get_type_hints(of)
-    return {one.name: replace(one.metadata["key"], kind=_in_words(hints[one.name])) for one in fields(of)}
+    keys = {one.name: one.metadata["key"] for one in fields(of)}
+    return {name: replace(one, kind=one.kind or _in_words(hints[name])) for name, one in keys.items()}
 
 
 def all_keys(of: type, prefix: str = "", inside: Key | None = None) -> Iterator[tuple[str, Key]]:

@@ -49,9 +49,13 @@ class ClusterConfig:
         1.0, "The unit worker needs this long for a gradient. With profile=gpus it is the A100.", above=0)
     jitter: float = key(
         0.05, "The time of a gradient has half-normal noise of this fraction of the worker's own time.", least=0)
-    batch: list[int] | None = key(
+    batch: Any = key(
         None, "These rows per gradient, such as [8, 4], are assigned to workers of a real NanoChat run in turn; null "
-        "means problem.batch for all.", least=1)
+        "means problem.batch for all. auto gives each worker rows by its measured speed.", least=1, one_of=("auto",),
+        kind="a list of whole numbers")
+    batch_min: int = key(1, "With batch=auto, a gradient takes at least this many rows.", least=1)
+    batch_max: int | None = key(
+        None, "With batch=auto, a gradient takes at most this many rows; null means problem.batch.", least=1)
     devices: list[str] | None = key(
         None, "These devices, such as [cuda:0, cuda:1, cpu], are assigned to the workers that this command starts, in "
         "turn; null means the accelerators in turn, or the CPU.", command="train")

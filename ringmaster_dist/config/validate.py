@@ -100,15 +100,32 @@ def _check_cluster(cluster: ClusterConfig, real_time: bool) -> None:
 
 
 def _check_rows(config: Config, real_time: bool) -> None:
-    rows = config.cluster.batch
+    rows, problem = config.cluster.batch, config.problem
     if rows is None:
         return
-    if config.problem.name != "nanochat" or not rows:
+    if rows == "auto":
+        if problem.name == "quadratic":
+            raise UserError("cluster.batch=auto: the quadratic has no rows: use problem=nanochat or a model of yours")
+        if problem.name == "nanochat":
+            check_row_bounds(config.cluster, problem.batch)
+        return
+    if not isinstance(rows, list) or not all(type(count) is int for count in rows):
+        raise UserError(f"cluster.batch={rows}: must be auto, or a list of whole numbers such as [8, 4], or null")
+    if problem.name != "nanochat" or not rows:
         raise UserError(f"cluster.batch={rows}: rows of text per gradient, at least 1 each (nanochat only)")
-    if config.problem.micro_batch is not None:
+    if problem.micro_batch is not None:
         raise UserError("cluster.batch and problem.micro_batch do not go together: each worker has its own rows")
     if not real_time:
         raise UserError("cluster.batch is for real workers: a simulation gives every worker problem.batch")
+
+
+def check_row_bounds(cluster: ClusterConfig, batch: int) -> None:
+    """``batch`` is the usual number of rows of the problem, which has to be between the bounds."""
+    least, most = cluster.batch_min, batch if cluster.batch_max is None else cluster.batch_max
+    if least > batch:
+        raise UserError(f"cluster.batch_min={least}: must be at most the usual rows of a gradient, {batch}")
+    if most < batch:
+        raise UserError(f"cluster.batch_max={most}: must be at least the usual rows of a gradient, {batch}")
 
 
 def _check_ramps(config: Config) -> None:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ringmaster_dist.observe.measures import per_second, share_of, smoothed_loss, smoothed_tau
 from ringmaster_dist.observe.records import VERDICTS, Arrival, MetricsRow, Summary, WorkerSummary, objective_of
-from ringmaster_dist.observe.run_files import CONFIG, FINAL, METRICS, SUMMARY, TERMS, TRACE, RunFiles, Tail
+from ringmaster_dist.observe.run_files import CONFIG, FINAL, METRICS, ROWS, SUMMARY, TERMS, TRACE, RunFiles, Tail
 from ringmaster_dist.protocol import Verdict
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _FIRST_LINE_SECONDS = 1.0  # of silence before progress is shown at all
 _PLAIN_LINE_SECONDS = 10.0  # between lines where there is no terminal
 _REFRESH_SECONDS = 0.5
 _WORKERS_IN_TABLE, _WORKERS_IN_SUMMARY = 16, 8
-_NAMED_FILES = (CONFIG, TRACE, METRICS, SUMMARY, FINAL, "checkpoints")
+_NAMED_FILES = (CONFIG, TRACE, METRICS, SUMMARY, ROWS, FINAL, "checkpoints")
 
 
 class ProgressLine:
@@ -254,7 +254,9 @@ def _print_workers(say: Callable[..., None], per_worker: dict[str, WorkerSummary
     say()
     width = max(len(worker.device) for worker in per_worker.values())
     device = f"   {'device':<{max(6, width)}}" if width else ""  # simulated workers have none
-    say(f"  worker{device}   s/gradient   accepted      stale    stopped   share of accepted")
+    has_rows = any(worker.rows for worker in per_worker.values())
+    rows_title = "   rows" if has_rows else ""
+    say(f"  worker{device}   s/gradient{rows_title}   accepted      stale    stopped   share of accepted")
     total = sum(worker.accepted for worker in per_worker.values())
     rows = list(per_worker.items())
     shown = rows if len(rows) <= _WORKERS_IN_SUMMARY else rows[: _WORKERS_IN_SUMMARY - 1] + rows[-1:]
@@ -263,8 +265,9 @@ def _print_workers(say: Callable[..., None], per_worker: dict[str, WorkerSummary
             say("     ...")
         share = share_of(worker.accepted, total)
         device = f"   {worker.device:<{max(6, width)}}" if width else ""
+        rows_text = f"{worker.rows:>7,}" if has_rows else ""
         say(
-            f"  {name:>6}{device}   {worker.base_seconds:>10.4g} {worker.accepted:>10,} {worker.stale:>10,} "
+            f"  {name:>6}{device}   {worker.base_seconds:>10.4g}{rows_text} {worker.accepted:>10,} {worker.stale:>10,} "
             f"{worker.interrupted:>10,}   {share:>5.1%} {'█' * round(20 * share)}"
         )
     say()

@@ -21,10 +21,10 @@ Series = dict[str, list[float | None]]
 
 def tokens_so_far(recording: Recording) -> np.ndarray | None:
     """Tokens of accepted gradients up to and with each arrival; None where the problem has none."""
-    trace, per_gradient = recording.trace, recording.tokens_per_gradient()
-    if not per_gradient.any():
+    trace, tokens = recording.trace, recording.tokens_of_arrivals()
+    if not tokens.any():
         return None
-    return np.cumsum(np.where(trace["verdict"] == ACCEPTED, per_gradient[trace["worker"]], 0))
+    return np.cumsum(np.where(trace["verdict"] == ACCEPTED, tokens, 0))
 
 
 def training_loss(recording: Recording, tokens: np.ndarray | None) -> Series:

@@ -90,8 +90,11 @@ def delay_parts(trace: Trace) -> dict[str, float]:
     return {"compute": float(computing.mean()), "queue": float((trace["delay"] - computing).mean())}
 
 
-def mean_compute_seconds(trace: Trace) -> dict[int, float]:
-    """Seconds per gradient of each worker that delivered one, over the whole run."""
-    counts = np.bincount(trace["worker"])
+def mean_compute_seconds(trace: Trace, usual_rows: int | None = None) -> dict[int, float]:
+    """Seconds per gradient of each worker that delivered one, over the whole run.
+
+    With ``usual_rows``, of a run that assigned rows, they are the seconds per row times this number.
+    """
+    counts = np.bincount(trace["worker"], weights=trace["rows"] / usual_rows if usual_rows else None)
     sums = np.bincount(trace["worker"], weights=trace["compute_seconds"])
     return {worker: float(sums[worker] / counts[worker]) for worker in np.flatnonzero(counts).tolist()}

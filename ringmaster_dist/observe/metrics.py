@@ -24,7 +24,7 @@ from ringmaster_dist.observe import measures
 from ringmaster_dist.observe.records import MetricsRow, Summary, WorkerRow, WorkerSummary
 from ringmaster_dist.protocol import Push, Receipt, Snapshot, Verdict
 from ringmaster_dist.server.core import ServerCore
-from ringmaster_dist.server.meter import Measurements
+from ringmaster_dist.server.meter import Measurements, WorkerMeasurements
 
 _WORKERS_IN_ROW, _WORKERS_IN_SUMMARY = 64, 1000  # the first ones
 _LISTED_DELAYS = 64  # single ones in a histogram; those above are counted as this
@@ -38,8 +38,10 @@ _Counts = tuple[float, int, int, int, float, int, float]  # what rates are taken
 class Metrics:
     """Takes note of arrivals and makes rows for metrics.jsonl."""
 
-    def __init__(self, layout: Layout, first_version: int, tokens_of: Callable[[int], int] = lambda slot: 0) -> None:
-        """``tokens_of`` gives the tokens of a gradient by the slot of its worker."""
+    def __init__(
+        self, layout: Layout, first_version: int, tokens_of: Callable[[WorkerMeasurements], int] = lambda worker: 0
+    ) -> None:
+        """``tokens_of`` gives the tokens of a worker's accepted gradients."""
         self.train_loss: float | None = None  # of accepted gradients, smoothed
         self.accepted_loss: float | None = None  # of the newest
         self._lock = threading.Lock()  # between `arrival` and `row`, which different threads call
@@ -88,6 +90,7 @@ class Metrics:
             worker.worker: WorkerRow(
                 worker.accepted, worker.stale, worker.invalid, worker.interruptions.num, tau.get(worker.worker),
                 measures.share_of(worker.accepted, measured.accepted), worker.used_seconds, worker.wasted_seconds,
+                worker.rows,
             )
             for worker in measured.workers
         }  # fmt: skip
@@ -114,7 +117,7 @@ class Metrics:
             **self._norms(gradient, meter.kept),
             used_seconds=sum(worker.used_seconds for worker in per_worker.values()),
             wasted_seconds=sum(worker.wasted_seconds for worker in per_worker.values()),
-            tokens=sum(worker.accepted * self._tokens_of(worker.slot) * worker.ranks for worker in measured.workers),
+            tokens=sum(self._tokens_of(worker) for worker in measured.workers),
             bytes_received=meter.bytes_received,
             bytes_sent=meter.bytes_sent,
             memory_bytes=_resident_bytes(),

@@ -149,6 +149,8 @@ def _workers(recording: Recording) -> list[dict[str, Any]]:
                     for part in (accepted, ~accepted))  # fmt: skip
     last_sequence = np.full(size, -1, dtype=np.int64)
     np.maximum.at(last_sequence, own, trace["sequence"])
+    rows = np.zeros(size, dtype=np.int64)
+    rows[own] = trace["rows"]  # of the last arrival
     tau, total = measures.mean_compute_seconds(trace), int(counts[ACCEPTED].sum())
     devices = {member.worker: member.computed_on for member in recording.members}
     found = []
@@ -165,6 +167,7 @@ def _workers(recording: Recording) -> list[dict[str, Any]]:
                 "interrupted": known.interrupted if known else max(0, int(last_sequence[worker]) + 1 - arrived),
                 "share": measures.share_of(int(counts[ACCEPTED][worker]), total),
                 "tau": tau.get(worker),
+                "rows": int(rows[worker]),
                 "used_seconds": known.used_seconds if known else float(used[worker]),
                 "wasted_seconds": known.wasted_seconds if known else float(wasted[worker]),
             }

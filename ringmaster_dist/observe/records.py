@@ -35,13 +35,14 @@ class Arrival(NamedTuple):
     compute_seconds: float
     term: int = 0  # real runs write it
     lost_version: int | None = None  # where the gradient was computed at a version that a restart has lost
+    rows: int = 0  # of the gradient, where the server assigns rows
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Arrival:
         return cls(
             values["time"], values["worker"], values["sequence"], values["gradient_version"], values["version"],
             values["delay"], VERDICTS[values["verdict"]], values["loss"], values["compute_seconds"],
-            values.get("term", 0), values.get("lost_version"),
+            values.get("term", 0), values.get("lost_version"), values.get("rows", 0),
         )  # fmt: skip
 
 
@@ -83,6 +84,7 @@ class WorkerRow:
     share: float = 0.0
     used_seconds: float = 0.0
     wasted_seconds: float = 0.0
+    rows: int = 0  # of its next gradient; 0 where the server does not assign rows
 
 
 @dataclass
@@ -172,6 +174,7 @@ class WorkerSummary:
     interrupted: int = 0
     used_seconds: float = 0.0
     wasted_seconds: float = 0.0
+    rows: int = 0  # of its last gradients; 0 where the server does not assign rows
     device: str = ""  # of a real worker
     device_title: str = ""
 

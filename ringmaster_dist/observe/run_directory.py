@@ -168,10 +168,13 @@ class TraceWriter(Lines):
     def arrival(
         self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
         loss: float | None, compute_seconds: float, term: int | None = None, lost_version: int | None = None,
+        rows: int = 0,
     ) -> None:  # fmt: skip
         # Formatted by hand: this is called for every gradient, and json.dumps would cost four times as much.
         loss_text = "null" if loss is None or loss - loss != 0.0 else repr(loss)
         extra = "" if term is None else f', "term": {term}'
+        if rows:
+            extra += f', "rows": {rows}'
         if lost_version is not None:
             extra += f', "lost_version": {lost_version}'
         self.append(

@@ -24,7 +24,8 @@ from ringmaster_dist.observe.records import VERDICTS, Arrival, Member, MetricsRo
 
 CONFIG, TRACE, METRICS, SUMMARY = "config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json"
 MEMBERS, TERMS, THRESHOLDS, FINAL = "members.jsonl", "terms.jsonl", "thresholds.jsonl", "final.safetensors"
-FILES = (CONFIG, TRACE, METRICS, SUMMARY, MEMBERS, THRESHOLDS, TERMS, FINAL)
+ROWS = "rows.jsonl"
+FILES = (CONFIG, TRACE, METRICS, SUMMARY, MEMBERS, THRESHOLDS, ROWS, TERMS, FINAL)
 LOCK = ".lock"
 _FRESH_SECONDS = 20.0  # a run that has written more recently is taken to be running
 _BLOCK_BYTES = 1 << 24
@@ -38,7 +39,9 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "delay": np.int64,
     "loss": np.float64,
     "compute_seconds": np.float64,
+    "rows": np.int64,
 }
+_OPTIONAL = ("loss", "rows")  # a line may have no such number
 
 T = TypeVar("T")
 
@@ -239,20 +242,22 @@ class Trace:
             raise self._damaged(block) from None
         codes = table["verdict"].combine_chunks().dictionary_encode()
         texts = codes.dictionary.to_pylist()
-        holes = sum(table[name].null_count for name in (*_COLUMNS, "verdict") if name != "loss")
+        holes = sum(table[name].null_count for name in (*_COLUMNS, "verdict") if name not in _OPTIONAL)
         if holes or not VERDICTS.keys() >= set(texts):
             raise self._damaged(block)
         places = np.array([list(VERDICTS).index(text) for text in texts], dtype=np.int8)
         self._pieces["verdict"].append(places[codes.indices.to_numpy()] if len(places) else places)
         for name, kind in _COLUMNS.items():
-            self._pieces[name].append(table[name].to_numpy().astype(kind, copy=False))
+            column = table[name].fill_null(0) if name == "rows" else table[name]
+            self._pieces[name].append(column.to_numpy().astype(kind, copy=False))
 
     def _damaged(self, block: bytes) -> RunDirectoryError:
         lines = block.splitlines()
         for index, line in enumerate(lines):
             try:
                 record = json.loads(line)
-                if record["verdict"] in VERDICTS and all(record[key] is not None for key in _COLUMNS if key != "loss"):
+                needed = [key for key in _COLUMNS if key not in _OPTIONAL]
+                if record["verdict"] in VERDICTS and all(record[key] is not None for key in needed):
                     continue
             except _NO_RECORD:
                 pass
@@ -307,16 +312,20 @@ class Recording:
         last = float(times[-1]) if len(times) else 0.0
         return max(last, float(self.metrics[-1].time) if self.metrics else 0.0)
 
-    def tokens_per_gradient(self) -> np.ndarray:
-        """By worker, of shape (workers,); zeros where the problem has no tokens."""
-        workers = range(int(self.trace["worker"].max()) + 1) if len(self.trace) else range(0)
+    def tokens_of_arrivals(self) -> np.ndarray:
+        """The tokens of each gradient that arrived, of shape (arrivals,); zeros where the problem has no tokens."""
         if self.config["problem"].get("name") != "nanochat":
-            return np.zeros(len(workers), dtype=np.int64)
-        slots = {member.worker: member.slot for member in self.members}
+            return np.zeros(len(self.trace), dtype=np.int64)
+        length, dealt = self.config["model"]["sequence_len"], self.config["cluster"].get("batch")
+        workers = range(int(self.trace["worker"].max()) + 1) if len(self.trace) else range(0)
         ranks = {member.worker: member.ranks for member in self.members}
-        rows = self.config["cluster"].get("batch") or [self.config["problem"]["batch"]]
-        length = self.config["model"]["sequence_len"]
-        return np.array([rows[slots.get(w, w) % len(rows)] * length * ranks.get(w, 1) for w in workers], dtype=np.int64)
+        factors = np.array([length * ranks.get(worker, 1) for worker in workers], np.int64)
+        if dealt != "auto":
+            slots = {member.worker: member.slot for member in self.members}
+            rows = dealt or [self.config["problem"]["batch"]]
+            factors *= np.array([rows[slots.get(worker, worker) % len(rows)] for worker in workers], np.int64)
+        tokens = np.take(factors, self.trace["worker"])
+        return tokens * self.trace["rows"] if dealt == "auto" else tokens
 
 
 def _damaged(path: Path, number: int, line: bytes) -> RunDirectoryError:

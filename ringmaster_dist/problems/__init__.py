@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -54,6 +54,31 @@ class Problem(Protocol):
     def evaluate(self, iterate: torch.Tensor) -> dict[str, float]:
         """Figures of merit of an iterate."""
         ...
+
+
+class RowsProblem(Problem, Protocol):
+    """A problem whose gradients can take any number of rows."""
+
+    batch: int | None  # the usual number of rows, or None if gradients cannot take another number
+
+    def gradient(
+        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop = never,
+        rows: int | None = None,
+    ) -> tuple[torch.Tensor, float]:  # fmt: skip
+        """The mean gradient of this many rows. None means the usual number."""
+        ...
+
+
+def gradient_of(
+    problem: Problem, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop, rows: int
+) -> tuple[torch.Tensor, float]:
+    """The gradient, (layout.size,), of this many rows, and the loss. 0 rows stand for what the problem was made with.
+
+    Only a `RowsProblem` is asked for a number of rows.
+    """
+    if not rows:
+        return problem.gradient(iterate, seed, worker_id, sequence, stop)
+    return cast(RowsProblem, problem).gradient(iterate, seed, worker_id, sequence, stop, rows)
 
 
 def evaluate_at_the_end(problem: Problem, iterate: torch.Tensor) -> dict[str, float]:

@@ -42,6 +42,9 @@ def role_by_shape(name: str, parameter: nn.Parameter) -> str:
 class ModuleProblem:
     """``batches(seed, worker, sequence)`` gives micro-batches, and ``loss(module, batch)`` the mean loss of one.
 
+    With ``batch``, the usual number of rows of a gradient, ``batches`` gets a fourth argument, the number of rows to
+    draw. Then the server can give each worker a number of rows (``cluster.batch=auto``).
+
     The gradient is the mean over the micro-batches. It can be interrupted between micro-batches, and after each of the
     ``watched`` modules in the forward and in the backward pass.
 
@@ -60,7 +63,7 @@ class ModuleProblem:
     def __init__(
         self,
         module: nn.Module,
-        batches: Callable[[int, int, int], Sequence[Batch]],
+        batches: Callable[..., Sequence[Batch]],
         loss: Callable[[nn.Module, Batch], torch.Tensor],
         *,
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
@@ -68,6 +71,7 @@ class ModuleProblem:
         watched: Sequence[nn.Module] = (),
         device: torch.device | str = "cpu",
         clip: float | None = None,
+        batch: int | None = None,
         weight: float = 1.0,
         loss_scales: Sequence[float] = (1.0,),
         statistics_batches: int = 16,
@@ -76,7 +80,7 @@ class ModuleProblem:
         """``loss_scales`` are tried in turn until the gradient is finite, which the small range of fp16 needs."""
         self.module, self.device = module.to(device), torch.device(device)
         self.parameters: Sequence[Parameter] = trainable_parameters(module, role)
-        self.clip, self.seed = clip, seed
+        self.clip, self.seed, self.batch = clip, seed, batch
         self.data_fingerprint = fingerprint_of(module)
         self._buffers = Buffers(module)
         self._batches, self._loss, self._evaluate = batches, loss, evaluate
@@ -124,14 +128,15 @@ class ModuleProblem:
         return self._flat.detach().cpu().clone()
 
     def gradient(
-        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop = never
-    ) -> tuple[torch.Tensor, float]:
+        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop = never,
+        rows: int | None = None,
+    ) -> tuple[torch.Tensor, float]:  # fmt: skip
         self._stop = stop
         self.load(iterate)
         self._buffers.restore()
         self.module.train()
         with self._draws_of(seed, worker_id, sequence):
-            batches = self._draw_batches(seed, worker_id, sequence)
+            batches = self._draw_batches(seed, worker_id, sequence, rows)
             # It always begins with the largest scale, because a gradient must not depend on earlier gradients.
             for scale in self._loss_scales:
                 loss = self._accumulate(batches, scale)
@@ -151,7 +156,7 @@ class ModuleProblem:
         total = 0.0
         for batch in batches:
             self._check()
-            loss = self._loss_of(batch) / len(batches)
+            loss = self._loss_of(batch) / self._parts(batch, batches)
             if not loss.requires_grad:
                 raise Mistake(
                     "the loss does not require a gradient: compute it from the model's output, and do not detach it"
@@ -165,13 +170,20 @@ class ModuleProblem:
                 view.copy_(tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad)
         return total
 
+    def _parts(self, batch: Batch, batches: Sequence[Batch]) -> float:
+        """How many micro-batches like this one would make up the gradient. The loss of a micro-batch counts 1/parts."""
+        return len(batches)
+
     def _draws_of(self, seed: int, worker_id: int, sequence: int) -> AbstractContextManager[None]:
         key = randomness.worker_key(seed, randomness.STREAM_MODEL, worker_id)
         return seeded(randomness.bits(key, sequence), self.device)
 
-    def _draw_batches(self, seed: int, worker_id: int, sequence: int) -> Sequence[Batch]:
-        drawn = self._batches(seed, worker_id, sequence)
-        where = f"batches(seed={seed}, worker={worker_id}, sequence={sequence})"
+    def _draw_batches(
+        self, seed: int, worker_id: int, sequence: int, rows: int | None = None
+    ) -> Sequence[Batch]:  # fmt: skip
+        asked = () if self.batch is None else (rows or self.batch,)
+        drawn = self._batches(seed, worker_id, sequence, *asked)
+        where = f"batches(seed={seed}, worker={worker_id}, sequence={sequence}{''.join(f', rows={n}' for n in asked)})"
         if drawn is None:
             raise Mistake(f"{where} gave None: it has to give a list of micro-batches")
         batches = drawn if isinstance(drawn, Sized) else list(drawn)

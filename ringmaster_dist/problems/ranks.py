@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems import Problem, gradient_of, never
 
 
 def sequence_of(rank: int, num_ranks: int, sequence: int) -> int:
@@ -38,16 +38,20 @@ def mean_loss(losses: Iterable[float]) -> float:
 
 
 def gradient_in_turn(
-    problem: Problem, num_ranks: int, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int
+    problem: Problem, num_ranks: int, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, rows: int = 0
 ) -> tuple[torch.Tensor, float]:
-    """The gradient of a group, (layout.size,), and its loss, computed rank after rank in this process."""
+    """The gradient of a group, (layout.size,), and its loss, computed rank after rank in this process.
+
+    Each rank computes this many rows, or as many as the problem was made with if it is 0.
+    """
     if num_ranks == 1:
-        return problem.gradient(iterate, seed, worker_id, sequence)
+        return gradient_of(problem, iterate, seed, worker_id, sequence, never, rows)
     losses: list[float] = []
 
     def gradients() -> Iterable[torch.Tensor]:
         for rank in range(num_ranks):
-            gradient, loss = problem.gradient(iterate, seed, worker_id, sequence_of(rank, num_ranks, sequence))
+            drawn = sequence_of(rank, num_ranks, sequence)
+            gradient, loss = gradient_of(problem, iterate, seed, worker_id, drawn, never, rows)
             losses.append(float(loss))
             yield gradient.detach().to(problem.dtype)
 

@@ -86,6 +86,7 @@ def _say_rates(config: Config, core: ServerCore, times: list[float], update_seco
     played = forecast(
         times, build_method(config), jitter=cluster.jitter if cluster.profile != "none" else 0.0,
         interrupt=config.method.interrupt, horizon_seconds=horizon_of(times), seed=config.run.seed,
+        rows=core.rows,
     )  # fmt: skip
     rate = min(played.updates_per_second, 1.0 / update_seconds)
     limit = "the server's arithmetic" if rate < played.updates_per_second else "the workers"
@@ -93,6 +94,8 @@ def _say_rates(config: Config, core: ServerCore, times: list[float], update_seco
         f"{cluster.workers} workers at {min(times):.3g} to {max(times):.3g} s per gradient: about {rate:.3g} updates "
         f"per second (limited by {limit}); {played.wasted_fraction:.0%} of their compute will not be used"
     )
+    if core.rows is not None:
+        print(f"  rows per gradient, by worker: {', '.join(map(str, played.rows))}")
     if played.starving:
         print(
             f"  nothing of {len(played.starving)} workers would be accepted: raise method.threshold or give them less"

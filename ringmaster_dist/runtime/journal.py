@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ringmaster_dist.algorithm.methods import Change
+from ringmaster_dist.algorithm.rows import RowsChange
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.loggers import Logger
 from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.records import Member, MetricsRow, Summary
 from ringmaster_dist.observe.run_directory import Lines, RunDirectory
-from ringmaster_dist.observe.run_files import FINAL, MEMBERS, METRICS, THRESHOLDS, TRACE
+from ringmaster_dist.observe.run_files import FINAL, MEMBERS, METRICS, ROWS, THRESHOLDS, TRACE
 from ringmaster_dist.problems import Problem
-from ringmaster_dist.protocol import Push, Receipt, Seat
+from ringmaster_dist.protocol import Push, Receipt, Seat, Verdict
 from ringmaster_dist.server.core import ServerCore
 
 log = logging.getLogger(__name__)
@@ -22,19 +23,19 @@ _SAMPLE_TOKENS = 80
 
 
 class Journal:
-    """Writes the trace, the members, the chosen thresholds and the metrics.
+    """Writes the trace, the members, the chosen thresholds and rows, and the metrics.
 
-    The service calls `arrival`, `membership`, `change`, `flush` and `mark` under its lock. The main thread calls `row`
-    and `close`. The thread that writes a checkpoint calls `sync`.
+    The service calls `arrival`, `membership`, `change`, `rows`, `flush` and `mark` under its lock. The main thread
+    calls `row` and `close`. The thread that writes a checkpoint calls `sync`.
     """
 
     def __init__(
-        self, directory: RunDirectory, sizes: Mapping[str, int], measured: Metrics, *, chooses: bool = False
+        self, directory: RunDirectory, sizes: Mapping[str, int], measured: Metrics, choices: Sequence[str] = ()
     ) -> None:
-        """Cuts each file to its entry in ``sizes``. ``chooses`` says whether the method chooses its threshold."""
+        """Cuts each file to its entry in ``sizes``. ``choices`` are the files for what the server itself chooses."""
         self._measured = measured
         self._trace = directory.open_trace(sizes.get(TRACE, 0))
-        names = (MEMBERS, METRICS, THRESHOLDS) if chooses else (MEMBERS, METRICS)
+        names = (MEMBERS, METRICS, *choices)
         self._rows = {name: directory.open_rows(name, sizes.get(name, 0)) for name in names}
         self._files: dict[str, Lines] = {TRACE: self._trace, **self._rows}
 
@@ -47,14 +48,18 @@ class Journal:
         else:
             shared = push.gradient_version
         self._trace.arrival(
-            time, worker, push.sequence, shared, receipt, push.loss, push.compute_seconds, push.term, lost
-        )
+            time, worker, push.sequence, shared, receipt, push.loss, push.compute_seconds, push.term, lost,
+            push.rows if receipt.verdict is not Verdict.INVALID else 0,
+        )  # fmt: skip
 
     def membership(self, worker: int, event: str, pushes: int, seat: Seat) -> None:
         self._rows[MEMBERS].write(Member(worker, event, pushes, seat.slot, *seat.device, seat.ranks)._asdict())
 
     def change(self, time: float, change: Change) -> None:
         self._rows[THRESHOLDS].write({"time": time, **change._asdict()})
+
+    def rows(self, time: float, change: RowsChange) -> None:
+        self._rows[ROWS].write({"time": time, **change._asdict()})
 
     def row(self, row: MetricsRow) -> None:
         self._rows[METRICS].write(row.to_json())

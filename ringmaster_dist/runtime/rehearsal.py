@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import torch
 
 from ringmaster_dist import devices
-from ringmaster_dist.config.build import build_layout, build_problem
+from ringmaster_dist.config.build import build_layout, build_problem, build_rows_by_speed
 from ringmaster_dist.config.errors import UserError, warn
 from ringmaster_dist.config.own_code import reported_once
 from ringmaster_dist.config.schema import Config
-from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems import Problem, gradient_of, never
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.server import weights
 
@@ -44,6 +44,7 @@ def _rehearse(config: Config, device: str) -> None:
         size = layout.size
         iterate = problem.initial(seed)
         _check_tensor(target, "the initial iterate", iterate, size, problem)
+    rows = build_rows_by_speed(config, problem)
     kept, names = iterate.clone(), _names(problem)
     with reported_once(target, "the gradient could not be computed"):
         first, first_loss = problem.gradient(iterate, seed, 0, 0)
@@ -51,6 +52,9 @@ def _rehearse(config: Config, device: str) -> None:
         first = first.detach().clone()
         float(first_loss)
         second, second_loss = problem.gradient(iterate, seed, 0, 0)
+        second = second.detach().clone()
+        for count in (rows.least, rows.most) if rows is not None else ():
+            gradient_of(problem, iterate, seed, 0, 0, never, count)
     if not torch.equal(iterate, kept):
         raise UserError(
             f"problem.target={target}: the gradient has changed the weights in place: only the server may change "
@@ -67,7 +71,7 @@ def _rehearse(config: Config, device: str) -> None:
             f"problem.target={target}: the gradient of worker 0 at the initial iterate is not finite: the server does "
             "not accept such gradients"
         )
-    if float(first_loss) != float(second_loss) or not _is_same(first, second.detach(), exact=devices.is_cpu(device)):
+    if float(first_loss) != float(second_loss) or not _is_same(first, second, exact=devices.is_cpu(device)):
         warn(
             f"problem.target={target}: the gradient is not a function of its arguments: computed twice with the same "
             "arguments it differs, so ringmaster replay will not give the same bits"

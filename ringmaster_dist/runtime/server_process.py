@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ringmaster_dist.config.build import build_core, build_fingerprint, build_problem, build_wire, tokens_of_slot
+from ringmaster_dist.config.build import accepted_tokens, build_core, build_fingerprint, build_problem, build_wire
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
@@ -26,7 +26,7 @@ from ringmaster_dist.observe.loggers import Logger, open_logger
 from ringmaster_dist.observe.metrics import Metrics, summarize
 from ringmaster_dist.observe.records import Summary, Term, WorkerSummary
 from ringmaster_dist.observe.run_directory import RunDirectory
-from ringmaster_dist.observe.run_files import CONFIG, FINAL, TERMS
+from ringmaster_dist.observe.run_files import CONFIG, FINAL, ROWS, TERMS, THRESHOLDS
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.runtime.checkpoint_writer import CheckpointWriter
 from ringmaster_dist.runtime.journal import Journal, close_logger
@@ -67,9 +67,9 @@ def serve(
     core = build_core(config, problem, directory.path, device)
     checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
     state = _restore(core, checkpoints, directory)
-    metrics = Metrics(core.update.layout, core.version, tokens_of_slot(config))
-    chooses = config.method.threshold == "auto"
-    journal = Journal(directory, state.files if state else {}, metrics, chooses=chooses)
+    metrics = Metrics(core.update.layout, core.version, accepted_tokens(config))
+    choices = [THRESHOLDS] * (config.method.threshold == "auto") + [ROWS] * (core.rows is not None)
+    journal = Journal(directory, state.files if state else {}, metrics, choices)
     writer = CheckpointWriter(checkpoints, journal, config.checkpoint.every, core)
     torch.set_num_threads(config.server.compute_threads)
     fingerprint = build_fingerprint(core.update.layout, problem)
@@ -254,6 +254,7 @@ def _summary(
             wasted_seconds=status.wasted_seconds + status.interruptions.seconds,
             device=status.seat.device.name,
             device_title=status.seat.device.title,
+            rows=service.core.rows_of(worker),
         )
     slowest = max((worker.base_seconds for worker in workers.values()), default=0.0)
     return summarize(

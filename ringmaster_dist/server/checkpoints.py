@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ class CheckpointState:
         """Raises KeyError if a part is missing."""
         values = {**json.loads(text), **tensors}
         service = values["service"]
-        core = CoreState(**{field.name: values[field.name] for field in fields(CoreState)})
+        kept = [field.name for field in fields(CoreState) if field.name in values or field.default is MISSING]
+        core = CoreState(**{name: values[name] for name in kept})
         return cls(core, service["seconds"], service["ended"], service["workers"], values["files"])
 
 

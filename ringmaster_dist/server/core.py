@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringmaster_dist.algorithm.methods import Method, is_stale
+from ringmaster_dist.algorithm.rows import RowsBySpeed, weighted
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.protocol import Receipt, Snapshot, Verdict
 
@@ -60,6 +61,8 @@ class _Decided(NamedTuple):
     num_averaged: int  # 0 if the gradient is only added to the sum
     eta: float
     alpha: float
+    weight: float = 1.0  # of the gradient, in the mean
+    total_weight: float = 1.0  # of all the gradients that are averaged
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,18 @@ class CoreState:
     workers: list[list[Any]]  # worker, sequence, last receipt, accepted, stale, invalid
     live: list[int]
     next_worker_id: int
+    rows: dict[str, Any] | None = None  # the state of `RowsBySpeed`
+    summed_weight: float = 0.0  # of the gradients received for the next update
 
 
 class ServerCore:
     """Iterate, momentum, version and method behind `join`, `leave`, `fetch` and `push`."""
 
     def __init__(
-        self, initial: torch.Tensor, method: Method, update: Update, gradient_dtype: torch.dtype | None = None
-    ) -> None:
+        self, initial: torch.Tensor, method: Method, update: Update, gradient_dtype: torch.dtype | None = None,
+        rows: RowsBySpeed | None = None,
+    ) -> None:  # fmt: skip
+        """``rows`` assigns the rows of gradients. Without it, gradients of all workers count the same."""
         expected = (update.layout.size,)
         if tuple(initial.shape) != expected or initial.dtype != update.dtype:
             raise ValueError(
@@ -94,6 +101,7 @@ class ServerCore:
                 f"the layout needs {expected} {update.dtype}"
             )
         self.method = method
+        self.rows = rows
         self.update = update
         self.version = 0  # the number of updates decided; the snapshot may be behind
         self.begins = [0]  # the version at which each term began; the last is the current term's
@@ -108,6 +116,7 @@ class ServerCore:
         self.decided: deque[_Decided] = deque()
         self._sum: torch.Tensor | None = None  # of the gradients taken in for the next update
         self._num_summed = 0
+        self._summed_weight = 0.0  # of the gradients decided for the next update
         self._next_worker_id = 0
         self._spare: list[torch.Tensor] = []  # recycled memory for the next iterates
 
@@ -124,6 +133,10 @@ class ServerCore:
         """Gradients of versions below this can never be accepted any more: work on them may stop."""
         threshold = self.method.threshold(self.version)
         return 0 if threshold > self.version else int(self.version - threshold + 1)
+
+    def rows_of(self, worker_id: int) -> int:
+        """The rows that this worker's next gradient takes; 0 if the configuration says it."""
+        return 0 if self.rows is None else self.rows.rows_of(worker_id)
 
     def enter_term(self, begins: Sequence[int]) -> None:
         """Continues in the last of these terms, each given by the version at which it began."""
@@ -171,10 +184,10 @@ class ServerCore:
 
     def push(
         self, worker_id: int, sequence: int, gradient_version: int, gradient: Gradient, term: int | None = None,
-        compute_seconds: float = 0.0,
+        compute_seconds: float = 0.0, rows: int = 0,
     ) -> Receipt:  # fmt: skip
         """Gives one verdict on one gradient, and computes the update if the method says so."""
-        receipt = self.judge(worker_id, sequence, gradient_version, gradient, term, compute_seconds)
+        receipt = self.judge(worker_id, sequence, gradient_version, gradient, term, compute_seconds, rows=rows)
         self.settle()
         return receipt
 
@@ -192,11 +205,13 @@ class ServerCore:
         term: int | None = None,
         compute_seconds: float = 0.0,
         fault: str | None = None,
+        rows: int = 0,
     ) -> Receipt:
         """Gives one verdict on one gradient, and decides an update if the method says so.
 
         The sequences of a worker increase from push to push. Gaps are allowed, because work may be interrupted.
-        ``fault`` is the answer of `gradient_fault`, if the caller has asked already.
+        ``fault`` is the answer of `gradient_fault`, if the caller has asked already. ``rows`` are those of the
+        gradient, in a run that assigns rows.
         """
         record = self.workers.get(worker_id)
         if record is not None and sequence == record.sequence and record.receipt is not None:
@@ -205,11 +220,13 @@ class ServerCore:
         shared = gradient_version if term is None else self.shared_version(term, gradient_version)
         delay = version - shared
         problem = self._refusal(record, worker_id, sequence, gradient_version, delay, term)
+        if not problem:
+            problem = self._rows_refusal(rows)
         if problem:
             return self._refuse(record, sequence, delay, problem)
         assert record is not None
         if is_stale(delay, self.method.threshold(version)) or shared < gradient_version:
-            self.method.observe(worker_id, compute_seconds)
+            self._observe(worker_id, compute_seconds, rows, accepted=False)
             self.stale += 1
             record.stale += 1
             return self._answer(record, sequence, Receipt(_STALE, delay, version, version))
@@ -218,12 +235,23 @@ class ServerCore:
         problem = self.gradient_fault(gradient) if fault is None else fault
         if problem:
             return self._refuse(record, sequence, delay, problem)
-        self.method.observe(worker_id, compute_seconds)
+        self._observe(worker_id, compute_seconds, rows, accepted=True)
         self.accepted += 1
         record.accepted += 1
-        self._decide(gradient, self.method.admit(worker_id, self.live), delay)
+        weight = 1.0 if self.rows is None else self.rows.weight(rows)
+        self._decide(gradient, self.method.admit(worker_id, self.live), delay, weight)
         continue_at = version + 1 if self.method.waits else self.version
         return self._answer(record, sequence, Receipt(_ACCEPTED, delay, version, continue_at))
+
+    def _observe(self, worker_id: int, compute_seconds: float, rows: int, *, accepted: bool) -> None:
+        """Tells what may decide by compute times about one."""
+        self.method.observe(worker_id, compute_seconds)
+        if self.rows is not None:
+            version = self.version
+            self.rows.observe(
+                worker_id, rows, compute_seconds, self.live, version=version,
+                threshold=self.method.threshold(version), accepted=accepted,
+            )  # fmt: skip
 
     def _refusal(
         self, record: WorkerRecord | None, worker_id: int, sequence: int, gradient_version: int, delay: int,
@@ -243,6 +271,11 @@ class ServerCore:
         if term is not None and not 0 <= term <= self.term:
             return f"term {term} is unknown, the server is in term {self.term}"
         return self.method.refusal(worker_id)
+
+    def _rows_refusal(self, rows: int) -> str:
+        if self.rows is not None:
+            return self.rows.refusal(rows)
+        return f"it says that it has {rows} rows, and this run does not assign rows" if rows else ""
 
     def gradient_fault(self, gradient: torch.Tensor) -> str:
         """Says what is wrong with a gradient. Empty if nothing is. Any thread may call this."""
@@ -275,13 +308,16 @@ class ServerCore:
         record.receipt = receipt
         return receipt
 
-    def _decide(self, gradient: torch.Tensor | None, num_averaged: int, delay: int) -> None:
+    def _decide(self, gradient: torch.Tensor | None, num_averaged: int, delay: int, weight: float = 1.0) -> None:
         """Version k -> k + 1 if the gradient completes an update; the arithmetic is left to `apply_next`."""
         version, method = self.version, self.method
-        eta = method.eta(version, delay, len(self.live)) if num_averaged else 0.0
-        self.decided.append(_Decided(gradient, num_averaged, eta, method.alpha(version)))
+        eta, alpha = method.eta(version, delay, len(self.live)) if num_averaged else 0.0, method.alpha(version)
+        self._summed_weight = total = self._summed_weight + (0.0 if gradient is None else weight)
         if num_averaged:
+            eta, alpha = weighted(eta, alpha, total / num_averaged)
+            self._summed_weight = 0.0
             self.version = version + 1
+        self.decided.append(_Decided(gradient, num_averaged, eta, alpha, weight, total))
 
     def apply_next(
         self,
@@ -296,18 +332,18 @@ class ServerCore:
         ``rounded`` gets the next iterate too, in the dtype of that tensor. Neither is written if the gradient does not
         complete an update.
         """
-        gradient, num_averaged, eta, alpha = self.decided[0]
+        gradient, num_averaged, eta, alpha, weight, total_weight = self.decided[0]
         if gradient is not None:
             gradient = gradient.to(self.update.device) if copied is None else copied
         mean = gradient
         if num_averaged != 1 or self._num_summed or gradient is None:
             if gradient is not None:
-                self._take_in(gradient)
+                self._take_in(gradient, weight)
             if num_averaged:
                 assert self._sum is not None
                 assert self._num_summed == num_averaged
                 self._num_summed = 0
-                mean = self._sum.div_(num_averaged)
+                mean = self._sum.div_(total_weight)
         if num_averaged:
             assert mean is not None
             version, iterate, term = self.snapshot
@@ -317,13 +353,15 @@ class ServerCore:
             self.snapshot = Snapshot(version + 1, out, term)
         self.decided.popleft()
 
-    def _take_in(self, gradient: torch.Tensor) -> None:
+    def _take_in(self, gradient: torch.Tensor, weight: float) -> None:
         if self._num_summed == 0:
             self._sum = torch.empty_like(self.momentum) if self._sum is None else self._sum
             self._sum.copy_(gradient)
+            if weight != 1.0:
+                self._sum.mul_(weight)
         else:
             assert self._sum is not None
-            self._sum.add_(gradient)
+            self._sum.add_(gradient, alpha=weight)
         self._num_summed += 1
 
     def take_over(
@@ -357,6 +395,8 @@ class ServerCore:
             ],
             live=sorted(self.live),
             next_worker_id=self._next_worker_id,
+            rows=None if self.rows is None else self.rows.state_dict(),
+            summed_weight=self._summed_weight,
         )
 
     def load(self, state: CoreState) -> None:
@@ -371,7 +411,10 @@ class ServerCore:
         self.momentum = state.momentum.to(device, copy=True)
         self._sum = None if state.sum is None else state.sum.to(device, copy=True)
         self._num_summed = state.num_summed
+        self._summed_weight = state.summed_weight
         self.method.load_state_dict(state.method)
+        if self.rows is not None and state.rows is not None:
+            self.rows.load_state_dict(state.rows)
         self.accepted, self.stale, self.invalid = state.counters
         self.workers = {}
         for worker_id, sequence, receipt, accepted, stale, invalid in state.workers:

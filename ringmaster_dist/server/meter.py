@@ -51,6 +51,8 @@ class WorkerMeasurements:
     used_seconds: float
     wasted_seconds: float  # of gradients that were rejected, and of work that was interrupted
     ranks: int = 1
+    rows: int = 0  # of its next gradient, if the server assigns rows
+    accepted_rows: int = 0  # of its gradients that were accepted, likewise
 
 
 @dataclass(frozen=True)

@@ -182,10 +182,11 @@ class Service:
             if not (isinstance(interruptions, Interruptions) and interruptions.is_well_formed()):
                 return Reply(None, None, evicted="what it fetched with is not a count of interruptions")
             self.workers[worker].interruptions = interruptions
+            rows = self.core.rows_of(worker)
             if (term, known_version) == (published.term, published.version):
-                return Reply(None, None, self._life.is_over)
+                return Reply(None, None, self._life.is_over, rows=rows)
             self.meter.sent(published)
-            return Reply(None, published, self._life.is_over)
+            return Reply(None, published, self._life.is_over, rows=rows)
 
     def push(self, session: str, push: Push) -> torch.futures.Future[Reply]:
         """The answer is the verdict, and the snapshot to continue from.
@@ -209,7 +210,7 @@ class Service:
             elif self._life.is_ending:
                 self._waiting.add_late_push(future)
             elif self._was_answered(worker, push):
-                self._waiting.answer(future, Reply(None, self._publisher.snapshot))
+                self._waiting.answer(future, Reply(None, self._publisher.snapshot, rows=self.core.rows_of(worker)))
             else:
                 self._judge(worker, push, fault, future)
         return future
@@ -248,6 +249,7 @@ class Service:
                     WorkerMeasurements(
                         worker, member.seat.slot, record.accepted, record.stale, record.invalid, interruptions,
                         member.used_seconds, member.wasted_seconds + interruptions.seconds, member.seat.ranks,
+                        core.rows_of(worker), 0 if core.rows is None else core.rows.accepted_rows(worker),
                     )
                 )  # fmt: skip
             return Measurements(
@@ -301,7 +303,8 @@ class Service:
         self.meter.num_joined += 1
         settings, published = self._settings, self._publisher.snapshot
         self.meter.sent(published)
-        return Welcome(session, "", False, worker, settings.config_text, settings.fingerprint, published)
+        rows = self.core.rows_of(worker)
+        return Welcome(session, "", False, worker, settings.config_text, settings.fingerprint, published, rows)
 
     def _start_if_due(self) -> None:
         """Begins the run for all workers at once, when every expected worker has joined or the time is up."""
@@ -324,8 +327,9 @@ class Service:
         core, member = self.core, self.workers[worker]
         version, pushes = core.version, core.pushes
         receipt = core.judge(
-            worker, push.sequence, push.gradient_version, push.gradient, push.term, push.compute_seconds, fault
-        )
+            worker, push.sequence, push.gradient_version, push.gradient, push.term, push.compute_seconds, fault,
+            push.rows,
+        )  # fmt: skip
         if core.pushes > pushes:  # it is not the repetition of a push that was answered
             if receipt.verdict is Verdict.ACCEPTED:
                 self._publisher.accepted(push.gradient)
@@ -337,7 +341,7 @@ class Service:
             self._remove(worker, "was evicted")
             self._members.forget_session(worker)
             return
-        self._waiting.add_push(future, receipt)
+        self._waiting.add_push(future, receipt, worker)
         self._after_change()
 
     def _record(self, worker: int, member: Member, version: int, push: Push, receipt: Receipt) -> None:
@@ -345,6 +349,9 @@ class Service:
         for change in self.core.method.changes():
             log.info("server v=%d threshold %d: %s", change.version, change.threshold, change.reason)
             self._journal.change(self.seconds, change)
+        for new in self.core.rows.changes() if self.core.rows is not None else ():
+            log.info("worker-%d v=%d takes %d rows: %s", new.worker, new.version, new.rows, new.reason)
+            self._journal.rows(self.seconds, new)
         if receipt.verdict is Verdict.ACCEPTED:
             member.used_seconds += push.compute_seconds
             member.invalid_in_a_row = 0

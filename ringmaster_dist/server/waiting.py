@@ -34,7 +34,7 @@ class Waiting:
         self._meter = meter
         self._answers: list[tuple[torch.futures.Future[Any], Any]] = []
         self._joins: list[tuple[torch.futures.Future[Welcome], Welcome]] = []
-        self._pushes: list[tuple[torch.futures.Future[Reply], Receipt]] = []
+        self._pushes: list[tuple[torch.futures.Future[Reply], Receipt, int]] = []  # with the worker
         self._late: list[torch.futures.Future[Reply]] = []
         self._polls: dict[int, _Poll] = {}
 
@@ -53,8 +53,8 @@ class Waiting:
     def add_join(self, future: torch.futures.Future[Welcome], welcome: Welcome) -> None:
         self._joins.append((future, welcome))
 
-    def add_push(self, future: torch.futures.Future[Reply], receipt: Receipt) -> None:
-        self._pushes.append((future, receipt))
+    def add_push(self, future: torch.futures.Future[Reply], receipt: Receipt, worker: int) -> None:
+        self._pushes.append((future, receipt, worker))
 
     def add_late_push(self, future: torch.futures.Future[Reply]) -> None:
         """A push after the last verdict. Its answer only says that the run is over."""
@@ -75,13 +75,13 @@ class Waiting:
     def answer_all(self, core: ServerCore, published: Snapshot) -> None:
         """Answers every push and poll that can be answered with the published snapshot."""
         stale_before, still = core.stale_before, []
-        for future, receipt in self._pushes:
+        for future, receipt, worker in self._pushes:
             accepted = receipt.verdict is Verdict.ACCEPTED
             if published.version >= (receipt.continue_at if accepted else stale_before):
-                self.answer(future, Reply(receipt, published))
+                self.answer(future, Reply(receipt, published, rows=core.rows_of(worker)))
                 self._meter.sent(published)
             else:
-                still.append((future, receipt))
+                still.append((future, receipt, worker))
         self._pushes = still
         for worker in list(self._polls):
             self.answer_poll(worker, core, published)
@@ -104,7 +104,7 @@ class Waiting:
     def finish(self) -> None:
         """The run is over. Every call that waits is answered."""
         self.answer_joins()  # the first call of these workers says that the run is over
-        for pushed, receipt in self._pushes:
+        for pushed, receipt, _ in self._pushes:
             self.answer(pushed, Reply(receipt, None, ended=True))
         for late in self._late:
             self.answer(late, Reply(None, None, ended=True))

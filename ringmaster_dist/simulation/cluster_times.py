@@ -53,7 +53,9 @@ def _times_of_run(directory: Path) -> list[float]:
     trace.read_new()
     if not len(trace):
         raise UserError(f"{directory / TRACE} is empty: the run delivered no gradient")
-    delivered, summary = mean_compute_seconds(trace), RunFiles(directory).summary()
+    config = RunFiles(directory).config()
+    usual_rows = config["problem"].get("batch") if config["cluster"].get("batch") == "auto" else None
+    delivered, summary = mean_compute_seconds(trace, usual_rows), RunFiles(directory).summary()
     silent = {} if summary is None else {int(w): worker.base_seconds for w, worker in summary.per_worker.items()}
     paced = [seconds for worker, seconds in silent.items() if worker not in delivered and seconds > 0]
     return [*delivered.values(), *paced]

@@ -285,6 +285,7 @@ def supports(core: ServerCore, problem: Problem, speeds: Speeds) -> bool:
         and speeds.rates is None
         and type(core) is ServerCore
         and core.pushes == 0
+        and core.rows is None
         and _batch(core.method, speeds.num_workers) is not None
         and _oracle(core) is not None
         and speeds.num_workers * problem.dim <= _MOST_NUMBERS
@@ -351,7 +352,8 @@ class CompiledSimulator(Simulator):
             for time, worker, sequence, past, verdict, version, continue_at, loss, took in zip(*columns, strict=True):
                 reason = NOT_FINITE if verdict == _INVALID else ""
                 receipt = Receipt(_VERDICTS[verdict], version - past, version, continue_at, reason)
-                self._report_arrival(time, worker, sequence, past, receipt, None if verdict == _STALE else loss, took)
+                loss = None if verdict == _STALE else loss
+                self._report_arrival(time, worker, sequence, past, receipt, loss, took, 0)
 
     def _plan(self, version: int) -> None:
         """Asks the method for its schedule over the next versions."""

@@ -20,12 +20,13 @@ from typing import NamedTuple
 import torch
 
 from ringmaster_dist import devices
+from ringmaster_dist.algorithm.rows import RowsChange
 from ringmaster_dist.config.build import build_core, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.records import Member, Term
-from ringmaster_dist.observe.run_files import CONFIG, FINAL, MEMBERS, TERMS, TRACE, RunFiles
+from ringmaster_dist.observe.run_files import CONFIG, FINAL, MEMBERS, ROWS, TERMS, TRACE, RunFiles
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.ranks import gradient_in_turn
 from ringmaster_dist.protocol import Verdict
@@ -87,6 +88,11 @@ class _Computed(NamedTuple):
     worker: int
     sequence: int
     ranks: int
+    rows: int  # that the server had assigned, or 0
+
+    def gradient(self, iterate: torch.Tensor, seed: int) -> tuple[torch.Tensor, float]:
+        """At this iterate, (size,), as the worker had it."""
+        return gradient_in_turn(self.problem, self.ranks, iterate, seed, self.worker, self.sequence, self.rows)
 
 
 def replay(directory: Path) -> Outcome:
@@ -138,13 +144,14 @@ def replay(directory: Path) -> Outcome:
             if rows not in problems:
                 problems[rows] = build_problem(config, rows=rows)
                 problems[rows].bind(core.update.layout)
-            num_ranks = ranks.get(worker, 1)
-            gradient, loss = gradient_in_turn(problems[rows], num_ranks, iterate, config.run.seed, worker, sequence)
+            computed = _Computed(
+                problems[rows], iterates[version], version, worker, sequence, ranks.get(worker, 1), arrival.rows
+            )
+            gradient, loss = computed.gradient(iterate, config.run.seed)
             gradient = wire.encode_gradient(gradient)
-            computed = _Computed(problems[rows], iterates[version], version, worker, sequence, num_ranks)
             last = computed if accepted else last
         torch.set_num_threads(config.server.compute_threads)
-        receipt = core.push(worker, sequence, named, gradient, arrival.term, arrival.compute_seconds)
+        receipt = core.push(worker, sequence, named, gradient, arrival.term, arrival.compute_seconds, arrival.rows)
         torch.set_num_threads(config.cluster.threads)
         recorded = (arrival.verdict.value, arrival.delay, arrival.version)
         if (receipt.verdict.value, receipt.delay, receipt.version) != recorded:
@@ -162,6 +169,10 @@ def replay(directory: Path) -> Outcome:
     torch.set_num_threads(config.server.compute_threads)
     for member in members[next_member:]:
         _apply(core, member)
+    if core.rows is not None:
+        recorded_rows = [[row[name] for name in RowsChange._fields] for row in files.rows(ROWS)]
+        if recorded_rows != [list(change) for change in core.rows.changes()]:
+            return Outcome(False, core.version, len(arrivals), f"the replay assigns other rows than {ROWS} says")
     final, final_version = weights.read(directory / FINAL)
     if core.version != final_version:
         return Outcome(False, core.version, len(arrivals), "the numbers of updates differ")
@@ -212,11 +223,11 @@ def _on_accelerators(members: list[Member]) -> str:
 
 
 def _gradient_twice(config: Config, wire: Codec, computed: _Computed) -> str:
-    problem, _, version, worker, sequence, ranks = computed
+    version, worker, sequence = computed.version, computed.worker, computed.sequence
     iterate = wire.decode_iterate(wire.encode_iterate(computed.iterate))
-    first, first_loss = gradient_in_turn(problem, ranks, iterate, config.run.seed, worker, sequence)
+    first, first_loss = computed.gradient(iterate, config.run.seed)
     first = first.detach().clone()
-    second, second_loss = gradient_in_turn(problem, ranks, iterate, config.run.seed, worker, sequence)
+    second, second_loss = computed.gradient(iterate, config.run.seed)
     if first_loss == second_loss and torch.equal(first, second):
         return ""
     gave = f"{float(first_loss)!r} and {float(second_loss)!r}"

@@ -20,7 +20,7 @@ from ringmaster_dist.observe.measures import smoothed_loss
 from ringmaster_dist.observe.metrics import summarize
 from ringmaster_dist.observe.records import MetricsRow, Summary, WorkerSummary
 from ringmaster_dist.observe.run_directory import RunDirectory
-from ringmaster_dist.observe.run_files import METRICS, THRESHOLDS
+from ringmaster_dist.observe.run_files import METRICS, ROWS, THRESHOLDS
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.protocol import Receipt
 from ringmaster_dist.server.core import ServerCore
@@ -48,6 +48,7 @@ class Recorder:
         self._trace = directory.open_trace() if config.run.trace else None
         self._metrics = directory.open_rows(METRICS)
         self._changes = directory.open_rows(THRESHOLDS) if config.method.threshold == "auto" else None
+        self._rows = directory.open_rows(ROWS) if core.rows is not None else None
         self._arrivals = 0
         self.train_loss: float | None = None  # smoothed
         self._every, self._next_evaluation = config.eval.every, 0
@@ -56,13 +57,13 @@ class Recorder:
 
     def arrival(
         self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
-        loss: float | None, compute_seconds: float,
+        loss: float | None, compute_seconds: float, rows: int,
     ) -> None:  # fmt: skip
         self._note_changes(time)
         if loss is not None:
             self.train_loss = smoothed_loss(self.train_loss, loss)
         if self._trace is not None:
-            self._trace.arrival(time, worker, sequence, gradient_version, receipt, loss, compute_seconds)
+            self._trace.arrival(time, worker, sequence, gradient_version, receipt, loss, compute_seconds, rows=rows)
         self._arrivals += 1
         if self._arrivals % _ARRIVALS_PER_PROGRESS == 0:
             self._report(time, receipt.version)
@@ -71,6 +72,9 @@ class Recorder:
         if self._changes is not None:
             for change in self._core.method.changes():
                 self._changes.write({"time": time, **change._asdict()})
+        if self._rows is not None and self._core.rows is not None:
+            for assigned in self._core.rows.changes():
+                self._rows.write({"time": time, **assigned._asdict()})
 
     def sample(self, time: float) -> None:
         core = self._core
@@ -97,7 +101,7 @@ class Recorder:
         self._report(time, core.version)
 
     def close(self) -> None:
-        for file in (self._trace, self._metrics, self._changes):
+        for file in (self._trace, self._metrics, self._changes, self._rows):
             if file is not None:
                 file.close()
 
@@ -228,6 +232,7 @@ def _summary(
             interrupted=int(interrupted[worker]),
             used_seconds=float(simulator.used_seconds[worker]),
             wasted_seconds=float(simulator.wasted_seconds[worker]),
+            rows=core.rows_of(worker),
         )
         for worker in busy.tolist()
     }

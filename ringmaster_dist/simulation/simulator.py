@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems import Problem, gradient_of, never
 from ringmaster_dist.protocol import Receipt, Snapshot
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.arrivals import IDLE, Arrivals
@@ -29,9 +29,12 @@ class Observer(Protocol):
 
     def arrival(
         self, time: float, worker: int, sequence: int, gradient_version: int, receipt: Receipt,
-        loss: float | None, compute_seconds: float,
+        loss: float | None, compute_seconds: float, rows: int,
     ) -> None:  # fmt: skip
-        """A gradient has arrived. The loss is None if the gradient was not needed and therefore not computed."""
+        """A gradient has arrived. The loss is None if the gradient was not needed and therefore not computed.
+
+        ``rows`` are those of the gradient; 0 if the core does not assign rows.
+        """
         ...
 
     def sample(self, time: float) -> None:
@@ -84,7 +87,8 @@ class Simulator:
         self._report_arrival = observer.arrival if observer is not None and record_arrivals else None
         self._sample_seconds, self._next_sample_seconds = sample_seconds, 0.0
         self._sample_updates, self._next_sample_updates = sample_updates, 0.0
-        self._arrivals = Arrivals(speeds)
+        self._arrivals, self._speeds = Arrivals(speeds), speeds
+        self._row_counts: Ints = np.zeros(speeds.num_workers, dtype=np.int64)  # by worker, of its newest computation
         self._delivered: Ints = np.zeros(speeds.num_workers, dtype=np.int64)
         self._waiting: list[int] = []  # workers that continue only from the next version
         self._cohorts: dict[int, _Cohort] = {}
@@ -130,15 +134,16 @@ class Simulator:
         gradient_version = int(self._arrivals.version[worker])
         compute_seconds = now - float(self._arrivals.start[worker])
         cohort = self._cohorts.get(gradient_version)
+        rows = int(self._row_counts[worker])
         self._wanted = None if cohort is None else (cohort.snapshot.iterate, worker, sequence)
         self._loss = None
-        receipt = core.push(worker, sequence, gradient_version, self._gradient, None, compute_seconds)
+        receipt = core.push(worker, sequence, gradient_version, self._gradient, None, compute_seconds, rows)
         if receipt.verdict.value == "accepted":
             self.used_seconds[worker] += compute_seconds
         else:
             self.wasted_seconds[worker] += compute_seconds
         if self._report_arrival is not None:
-            self._report_arrival(now, worker, sequence, gradient_version, receipt, self._loss, compute_seconds)
+            self._report_arrival(now, worker, sequence, gradient_version, receipt, self._loss, compute_seconds, rows)
         self._arrivals.version[worker] = IDLE
         self._delivered[worker] += 1
         if cohort is not None:
@@ -156,7 +161,8 @@ class Simulator:
         """Computes the gradient that has just arrived. The core calls this only if it accepts the delay."""
         assert self._wanted is not None, "the iterate of an accepted gradient was forgotten"
         iterate, worker, sequence = self._wanted
-        gradient, self._loss = self.problem.gradient(iterate, self._seed, worker, sequence)
+        rows = int(self._row_counts[worker])
+        gradient, self._loss = gradient_of(self.problem, iterate, self._seed, worker, sequence, never, rows)
         return gradient.detach() if gradient.requires_grad else gradient
 
     def _version_advanced(self, previous: int) -> None:
@@ -195,13 +201,24 @@ class Simulator:
         version = self.core.version
         cohort = self._cohorts[version]
         cohort.in_flight += 1
+        self._take_rows(worker)
         self._arrivals.begin(worker, version, self.now)
 
     def _begin_many(self, workers: Ints) -> None:
         version = self.core.version
         cohort = self._cohorts[version]
         cohort.in_flight += len(workers)
+        if self.core.rows is not None:
+            for worker in workers.tolist():
+                self._take_rows(worker)
         self._arrivals.begin_many(workers, version, self.now)
+
+    def _take_rows(self, worker: int) -> None:
+        """The computation that this worker begins takes the rows that the core has assigned, if it assigns any."""
+        assigned = self.core.rows
+        if assigned is not None:
+            self._row_counts[worker] = rows = assigned.rows_of(worker)
+            self._speeds.share[worker] = assigned.weight(rows)
 
     def _sample_up_to(self, time: float) -> None:
         """Takes the samples that are due before ``time``. Nothing changes until then."""

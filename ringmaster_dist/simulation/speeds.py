@@ -1,7 +1,8 @@
 """When a simulated gradient is finished.
 
-A gradient of worker i is ``base_i * (1 + jitter * |z|)`` seconds of work. The normal number z is drawn for its worker
-and sequence. Work is done at rate 1, or at a rate that changes with time and may be zero for a while.
+A gradient of worker i is ``base_i * share_i * (1 + jitter * |z|)`` seconds of work. The share is its number of rows
+over the usual number, and a gradient costs nothing apart from its rows. The normal number z is drawn for its worker and
+sequence. Work is done at rate 1, or at a rate that changes with time and may be zero for a while.
 
 `earliest` bounds `finish` from below for many workers at a fraction of its cost. The arrival queue asks for the exact
 time only of those that can be next.
@@ -99,18 +100,20 @@ class Speeds:
         self.num_workers = self.base.size
         self.jitter = jitter
         self.rates = rates
+        self.share: Floats = np.ones(self.num_workers)  # of the usual rows, in the newest gradient of each worker
         self.keys = randomness.worker_keys(seed, randomness.STREAM_JITTER, self.num_workers)
 
     def finish(self, worker: int, sequence: int, start: float) -> float:
         """When the worker's ``sequence``-th gradient, begun at ``start``, is finished."""
-        work = jittered_seconds(float(self.base[worker]), self.jitter, int(self.keys[worker]), sequence)
+        usual = float(self.base[worker]) * float(self.share[worker])
+        work = jittered_seconds(usual, self.jitter, int(self.keys[worker]), sequence)
         if self.rates is None:
             return start + work
         return float(self.rates.finish(start, np.array([work]), np.array([worker]))[0])
 
     def earliest(self, workers: Ints, sequences: Ints, start: float) -> Floats:
         """A lower bound on `finish` for each worker; exact if there is no jitter."""
-        work: Floats = self.base.take(workers)
+        work: Floats = self.base.take(workers) * self.share.take(workers)
         if self.jitter:
             slope = self.jitter * randomness.HALF_NORMAL_SLOPE
             factor = randomness.bits_of_many(self.keys.take(workers), sequences).astype(np.float64)  # 2^64 u

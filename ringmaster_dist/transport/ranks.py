@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 FIRST = 0  # the rank that talks to the server
 _STUCK_SECONDS = 600.0
 _FOR_EVER = timedelta(days=3650)
-_ORDER_NUMBERS = 5
+_ORDER_NUMBERS = 6
 _FLAG_BYTES = 8
 
 
@@ -90,7 +90,7 @@ class Ranks:
     def order(self, *numbers: int) -> list[int]:
         """The first rank gives an order, and the others call this without numbers and wait for it."""
         padded = [*numbers, *[0] * (_ORDER_NUMBERS - len(numbers))]
-        told = torch.tensor(padded, dtype=torch.int64)  # (5,)
+        told = torch.tensor(padded, dtype=torch.int64)  # (6,)
         with self._together():
             dist.broadcast(told, FIRST, group=self._patient)
         return [int(number) for number in told]

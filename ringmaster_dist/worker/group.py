@@ -27,7 +27,7 @@ import torch
 from ringmaster_dist import devices
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.errors import Mistake
-from ringmaster_dist.problems import Interrupted, Problem, Stop, never
+from ringmaster_dist.problems import Interrupted, Problem, Stop, gradient_of, never
 from ringmaster_dist.problems.ranks import mean_loss, sequence_of
 from ringmaster_dist.transport.ranks import FIRST, RankLost, Ranks
 from ringmaster_dist.worker.job import Job
@@ -112,9 +112,9 @@ def follow(ranks: Ranks, make: Callable[[str, int], Job]) -> int:
                     job = _prepare(ranks, "", num_bytes, slot, make)
                 else:
                     assert job is not None, "a job comes before its gradients"
-                    number, worker, sequence, size = numbers
+                    number, worker, sequence, size, rows = numbers
                     iterate = torch.empty(size, dtype=job.problem.dtype)  # (size,)
-                    _contribute(job.problem, ranks, number, iterate, job.seed, worker, sequence)
+                    _contribute(job.problem, ranks, number, iterate, job.seed, worker, sequence, rows)
             except (RankFailed, Interrupted):
                 continue  # the first rank knows it and gives the next order
     except RankLost as error:
@@ -133,13 +133,13 @@ class _SharedProblem:
         return getattr(self._own, name)
 
     def gradient(
-        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop = never
+        self, iterate: torch.Tensor, seed: int, worker_id: int, sequence: int, stop: Stop = never, rows: int = 0
     ) -> tuple[torch.Tensor, float]:
-        """Raises `Interrupted`, this rank's own exception, `RankFailed` or `RankLost`."""
+        """Of this many rows per rank. Raises `Interrupted`, this rank's own exception, `RankFailed` or `RankLost`."""
         number = next(self._numbers)
-        self._ranks.order(_GRADIENT, number, worker_id, sequence, iterate.numel())
+        self._ranks.order(_GRADIENT, number, worker_id, sequence, iterate.numel(), rows)
         with _passing_on(stop, self._ranks, number):
-            return _contribute(self._own, self._ranks, number, iterate, seed, worker_id, sequence)
+            return _contribute(self._own, self._ranks, number, iterate, seed, worker_id, sequence, rows)
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def _prepare(ranks: Ranks, config_text: str, num_bytes: int, slot: int, make: Ca
 
 
 def _contribute(
-    problem: Problem, ranks: Ranks, number: int, iterate: torch.Tensor, seed: int, worker: int, sequence: int
+    problem: Problem, ranks: Ranks, number: int, iterate: torch.Tensor, seed: int, worker: int, sequence: int, rows: int
 ) -> tuple[torch.Tensor, float]:
     """The group's gradient, (size,), which only the first rank has, and its loss."""
     iterate = ranks.share(iterate)
@@ -188,7 +188,8 @@ def _contribute(
 
     def compute() -> tuple[torch.Tensor, float]:
         try:
-            gradient, loss = problem.gradient(iterate, seed, worker, drawn, lambda: ranks.is_interrupted(number))
+            is_interrupted = partial(ranks.is_interrupted, number)
+            gradient, loss = gradient_of(problem, iterate, seed, worker, drawn, is_interrupted, rows)
         except BaseException:
             ranks.interrupt(number)  # the others work in vain
             raise

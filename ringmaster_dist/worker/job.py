@@ -25,10 +25,17 @@ class Job:
     device: str
     fingerprint: str
     seed: int
-    base_seconds: float | None  # per gradient, when pacing
+    base_seconds: float | None  # per gradient of the usual number of rows, when pacing
+    usual_rows: int
     jitter: float
     interrupt: bool
     wire: Codec
+
+    def pace(self, rows: int) -> float | None:
+        """The seconds of a gradient when pacing, before jitter. 0 rows stand for the usual number."""
+        if self.base_seconds is None or not rows:
+            return self.base_seconds
+        return self.base_seconds * (rows / self.usual_rows)
 
 
 def make_job(config_text: str, slot: int, target: str = "", device: str = "") -> Job:
@@ -58,6 +65,7 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
         fingerprint=build_fingerprint(layout, problem),
         seed=config.run.seed,
         base_seconds=pace,
+        usual_rows=getattr(problem, "batch", None) or 1,
         jitter=cluster.jitter,
         interrupt=config.method.interrupt,
         wire=Codec(build_wire(config), layout.size, problem.dtype),

@@ -22,7 +22,7 @@ import torch
 from ringmaster_dist import devices, randomness
 from ringmaster_dist.config.build import explain_difference
 from ringmaster_dist.errors import Mistake
-from ringmaster_dist.problems import Interrupted
+from ringmaster_dist.problems import Interrupted, gradient_of
 from ringmaster_dist.profiles import jittered_seconds
 from ringmaster_dist.protocol import (
     PROTOCOL_VERSION,
@@ -111,13 +111,14 @@ class Worker:
         assert welcome.snapshot is not None
         snapshot: Snapshot = welcome.snapshot
         key = randomness.worker_key(job.seed, randomness.STREAM_JITTER, worker)
-        sequence = 0
+        sequence, rows = 0, welcome.rows
         while True:
             began = time.monotonic()
             stop = self._watch(job, session, snapshot)
-            computed = self._gradient(job, session, worker, sequence, snapshot, stop)
-            if computed is not None and job.base_seconds is not None:
-                assigned = jittered_seconds(job.base_seconds, job.jitter, key, sequence)
+            computed = self._gradient(job, session, worker, sequence, snapshot, stop, rows)
+            pace = job.pace(rows)
+            if computed is not None and pace is not None:
+                assigned = jittered_seconds(pace, job.jitter, key, sequence)
                 stop.wait(max(0.0, began + assigned - time.monotonic()))
             seconds = time.monotonic() - began
             if computed is None or stop.is_set():
@@ -128,7 +129,7 @@ class Worker:
                 gradient, loss = computed
                 self._refuse_device_memory(session, snapshot, gradient)
                 packed = job.wire.encode_gradient(gradient)
-                push = Push(sequence, snapshot.version, packed, float(loss), seconds, snapshot.term)
+                push = Push(sequence, snapshot.version, packed, float(loss), seconds, snapshot.term, rows)
                 reply = self._push(session, push)
             sequence += 1
             if reply.evicted:
@@ -138,7 +139,7 @@ class Worker:
             if reply.ended:
                 self._leave_once(session)
                 return True
-            snapshot = reply.snapshot or snapshot
+            snapshot, rows = reply.snapshot or snapshot, reply.rows
 
     def _leave_once(self, session: str) -> None:
         """After the end of the run, without a retry: the server may have gone."""
@@ -149,12 +150,12 @@ class Worker:
             log.info("%s after the end", error)
 
     def _gradient(
-        self, job: Job, session: str, worker: int, sequence: int, snapshot: Snapshot, stop: threading.Event
+        self, job: Job, session: str, worker: int, sequence: int, snapshot: Snapshot, stop: threading.Event, rows: int
     ) -> tuple[torch.Tensor, float] | None:
         """The gradient, of shape (n,), and the loss. None if the work was interrupted. Raises `Failed`."""
         try:
             iterate = job.wire.decode_iterate(snapshot.iterate)
-            return job.problem.gradient(iterate, job.seed, worker, sequence, stop.is_set)
+            return gradient_of(job.problem, iterate, job.seed, worker, sequence, stop.is_set, rows)
         except Interrupted:
             return None
         except Exception as error:

@@ -18,7 +18,7 @@ COUNTS = {"pipes": 3, "received": 2, "sent": 2, "refused": 2}
 def measured():
     """Two workers: a fast one, and a slow one with one interruption and one late gradient."""
     stage = Stage(method=None)
-    metrics = Metrics(LAYOUT, 0, tokens_of=lambda slot: 10 + slot)
+    metrics = Metrics(LAYOUT, 0, tokens_of=lambda worker: worker.accepted * (10 + worker.slot))
     stage.notes.arrival = metrics.arrival
     quick, slow = stage.session(), stage.session()
     for sequence in range(3):
@@ -54,7 +54,7 @@ def test_a_row_has_every_figure(measured):
     assert row["update_norm"]["matrix"] > 0
     assert row["per_worker"]["1"] == {
         "accepted": 0, "stale": 1, "invalid": 0, "interrupted": 1, "tau": 2.5, "share": 0.0, "used_seconds": 0.0,
-        "wasted_seconds": 3.0}  # fmt: skip
+        "wasted_seconds": 3.0, "rows": 0}  # fmt: skip
 
 
 def test_rates_and_delays_are_since_the_row_before(measured):

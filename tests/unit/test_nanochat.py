@@ -258,7 +258,8 @@ def test_rows_are_prepared_once_and_equal_everywhere(tmp_path):
     assert sample.shape == (4, 17)
     assert (sample == elsewhere.sample(3, 5, 7, 4)).all()
     draws = [rows.sample(3, worker, sequence, 4).tobytes() for worker in range(5) for sequence in range(5)]
-    assert len(set(draws)) == 25
+    draws.append(rows.sample(3, 0, 7, 4, 4).tobytes())
+    assert len(set(draws)) == 26
     assert set(rows.sample(0, 0, 0, 4000)[:, 0].tolist()) <= set(range(300))
 
 
@@ -366,11 +367,13 @@ def test_a_group_has_the_gradient_of_one_worker_with_all_its_rows(problem):
     assert its_loss == pytest.approx(loss)
 
 
-def test_micro_batches_give_the_same_gradient(problem):
-    halves = made(problem, micro_batch=1)
+@pytest.mark.parametrize(("rows", "micro_batch"), [(None, 1), (3, 2), (7, 3)])
+def test_micro_batches_give_the_same_gradient(problem, rows, micro_batch):
+    """The last micro-batch may have fewer rows, and each row has the same weight."""
+    halves = made(problem, micro_batch=micro_batch)
     iterate = problem.initial(0)
-    whole, loss = problem.gradient(iterate, 0, 0, 0)
-    parts, mean = halves.gradient(iterate, 0, 0, 0)
+    whole, loss = problem.gradient(iterate, 0, 0, 0, rows=rows)
+    parts, mean = halves.gradient(iterate, 0, 0, 0, rows=rows)
     torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-6)
     assert mean == pytest.approx(loss, rel=1e-5)
 

@@ -19,7 +19,7 @@ from ringmaster_dist.transport.ranks import DeviceExchange, RankLost, Ranks
 rank, num, folder = int(os.environ["RANK"]), 3, sys.argv[1]
 ranks = Ranks(rank, num, f"test-{os.getppid()}")
 assert ranks.compare(rank, 2.0**53 - 1) == [[other, 2.0**53 - 1] for other in range(num)]
-assert ranks.order(*([7, -1, 2**62] if rank == 0 else [])) == [7, -1, 2**62, 0, 0]
+assert ranks.order(*([7, -1, 2**62] if rank == 0 else [])) == [7, -1, 2**62, 0, 0, 0]
 assert ranks.text(2, "zwölf" if rank == 2 else "", 6) == "zwölf"
 assert ranks.text(0, "", 0) == ""
 for size in (1, 2, 7, 10_001):

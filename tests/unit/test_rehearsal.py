@@ -126,6 +126,20 @@ def test_simulate_reports_the_same_mistake(index, command):
     assert frames in errors
 
 
+def test_rows_by_speed_need_a_problem_that_draws_them(command, tmp_path):
+    silent, old = "does not say how to draw a number of rows", "batches() takes 3 positional arguments"
+    for text, line in ((plain(), silent), (own("pass"), silent), (plain(more=", batch=4"), old)):
+        code, errors = command(text, "train", "cluster.batch=auto")
+        assert (code, "Traceback" in errors) == (2, False)
+        assert line in errors
+    draws = plain(more=", batch=4").replace("worker, sequence)", "worker, sequence, rows)")
+    code, errors = command(draws.replace("ones(2, 3)", "ones(rows, 3)"), "simulate", "cluster.batch=auto",
+                           "budget.updates=20")  # fmt: skip
+    assert (code, errors) == (0, "")
+    lines = [json.loads(line) for line in (tmp_path / "run/trace.jsonl").read_text().splitlines()]
+    assert {line["rows"] for line in lines} == {1, 2, 4}
+
+
 def test_a_gradient_that_does_not_repeat_is_a_warning(command, tmp_path):
     counting = plain(loss="lambda model, batch: loss(model, batch) + next(count)")
     text = "import itertools\ncount = itertools.count()\n" + counting

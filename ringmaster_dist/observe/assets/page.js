@@ -148,15 +148,16 @@ function timelineCards(data, redraw) {
 
 function workersCard(data) {
   const run = data.runs[Math.min(chosen.run, data.runs.length - 1)], table = element("table");
-  const names = ["worker", "share of accepted", "", "s/gradient", ...VERDICTS, "stopped early", "compute wasted"];
+  const hasRows = run.workers.some((w) => w.rows); // the server has assigned rows
   const hasDevices = run.workers.some((w) => w.device);
-  if (hasDevices) names.push("device");
+  const names = ["worker", "share of accepted", "", "s/gradient", ...(hasRows ? ["rows"] : []), ...VERDICTS, "stopped early", "compute wasted",
+    ...(hasDevices ? ["device"] : [])];
   table.append(element("thead", {}, element("tr", {}, ...names.map((name) => element("th", {}, name)))));
   const most = Math.max(...run.workers.map((w) => w.share), 1e-9), body = element("tbody");
   for (const w of run.workers) {
     const fill = element("div", { style: `width:${(100 * w.share) / most}%;background:${colour("accepted")}` });
     const spent = w.used_seconds + w.wasted_seconds;
-    const cells = [w.worker, percent(w.share), element("div", { class: "stack" }, fill), short(w.tau), ...VERDICTS.map((v) => short(w[v], 6)),
+    const cells = [w.worker, percent(w.share), element("div", { class: "stack" }, fill), short(w.tau), ...(hasRows ? [w.rows] : []), ...VERDICTS.map((v) => short(w[v], 6)),
       short(w.interrupted, 6), spent ? percent(w.wasted_seconds / spent) : "–", ...(hasDevices ? [w.device || "–"] : [])];
     body.append(element("tr", {}, ...cells.map((cell, i) => element("td", i === 2 ? { class: "bar" } : {}, cell instanceof Node ? cell : String(cell)))));
   }

@@ -30,8 +30,9 @@ def spread(count: int, total: int) -> np.ndarray:
 class NanoChatProblem(ModuleProblem):
     """``batch`` rows per gradient, in micro-batches of at most ``micro_batch``.
 
-    Workers may take different numbers of rows. ``weight`` makes each row count the same: it is the number of rows over
-    the usual number, and multiplies the mean over the rows.
+    Workers may take different numbers of rows. If the configuration says how many, ``weight`` makes each row count the
+    same: it is the number of rows over the usual number, and multiplies the mean over the rows. If the server says it
+    (``gradient(..., rows=)``), the server gives each row the same weight.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class NanoChatProblem(ModuleProblem):
         with seeded(seed):
             model = NanoChat(config)
         self.config, self.rows, self.model = config, rows, model
-        self._batch, self._micro_batch = batch, micro_batch or batch
+        self._usual, self._micro_batch = batch, micro_batch
         self.validation_rows, self._final_tokens = validation_rows, final_tokens
         on_cuda = torch.device(device).type == "cuda"
         model.flex = on_cuda and attention == "auto"  # flex attention computes gradients on CUDA devices only
@@ -67,6 +68,7 @@ class NanoChatProblem(ModuleProblem):
             watched=() if compiled else model.blocks,
             device=device,
             clip=clip,
+            batch=batch,
             weight=weight,
             loss_scales=_FP16_SCALES if self._precision == "float16" else (1.0,),
             seed=seed,
@@ -74,9 +76,14 @@ class NanoChatProblem(ModuleProblem):
         self.data_fingerprint = rows.fingerprint
         self._forward = torch.compile(model) if compiled else model
 
-    def _draw(self, seed: int, worker_id: int, sequence: int) -> Sequence[torch.Tensor]:
-        rows = self.rows.sample(seed, worker_id, sequence, self._batch)
-        return torch.split(self._on_device(rows), self._micro_batch)  # (micro_batch, context + 1) each
+    def _draw(self, seed: int, worker_id: int, sequence: int, count: int) -> Sequence[torch.Tensor]:
+        # Different numbers of rows draw from different streams, so that no draw repeats an earlier one.
+        rows = self.rows.sample(seed, worker_id, sequence, count, 0 if count == self._usual else count)
+        # (micro_batch, context + 1) each; the last one may have fewer rows
+        return torch.split(self._on_device(rows), self._micro_batch or count)
+
+    def _parts(self, batch: torch.Tensor, batches: Sequence[torch.Tensor]) -> float:
+        return sum(len(each) for each in batches) / len(batch)
 
     def _mean_loss(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         with self._autocast():
@@ -118,8 +125,8 @@ class NanoChatProblem(ModuleProblem):
         sizes = torch.from_numpy(self.rows.token_bytes).to(self.device)  # (vocab_size,)
         nats, num_tokens, num_bytes = 0.0, 0, 0
         chosen = spread(num_rows, len(self.rows.validation))
-        for start in range(0, len(chosen), self._batch):
-            tokens = self._on_device(self.rows.validation[chosen[start : start + self._batch]])  # (rows, context + 1)
+        for start in range(0, len(chosen), self._usual):
+            tokens = self._on_device(self.rows.validation[chosen[start : start + self._usual]])  # (rows, context + 1)
             targets = tokens[:, 1:].clone()
             targets[targets < len(SPECIALS)] = IGNORED
             with self._autocast():

@@ -31,6 +31,7 @@ _FORMAT = 1
 _BUFFERED_DOCUMENTS = 1000
 _DOCUMENTS_PER_BATCH = 512
 _VALIDATION_EVERY = 20  # a corpus without validation files validates on one document in this many
+_STREAM_BITS = 40  # a stream has this many draws, as a power of two
 _TRAINING_CHARACTERS = 16_000_000  # the tokenizer is trained on the first so many
 
 
@@ -87,10 +88,10 @@ class Rows:
     def tokenizer(self) -> BytePairs:
         return BytePairs.load(self.folder / "tokenizer.json")
 
-    def sample(self, seed: int, worker_id: int, sequence: int, count: int) -> np.ndarray:
+    def sample(self, seed: int, worker_id: int, sequence: int, count: int, stream: int = 0) -> np.ndarray:
         """Training rows, (count, context + 1). They are a function of the arguments alone."""
         key = randomness.worker_key(seed, randomness.STREAM_BATCH, worker_id)
-        first = sequence * count
+        first = (stream << _STREAM_BITS) + sequence * count
         indices = [(randomness.bits(key, first + i) * len(self.train)) >> 64 for i in range(count)]
         return self.train[indices]
 
