@@ -208,18 +208,21 @@ def _why_different(config: Config, wire: Codec, computed: _Computed, members: li
     """Why a replay may find other bits: the gradient, or the factory, does not repeat, or the workers were others."""
     torch.set_num_threads(config.cluster.threads)  # as the workers
     found = _gradient_twice(config, wire, computed) + _factory_twice(config, computed.problem)
-    return found or f"; {_on_accelerators(members)}"
+    return found or f"; {on_accelerators(members)}"
 
 
-def _on_accelerators(members: list[Member]) -> str:
+def on_accelerators(members: list[Member]) -> str:
     """Names the workers that computed on an accelerator, as far as they are known."""
     known = {member.worker: member.computed_on for member in members if member.device}
     named = [f"worker {worker} computed on {on}" for worker, on in known.items() if on != devices.CPU]
     if named:
         more = f" (and {len(named) - _NAMED_WORKERS} more on accelerators)" if len(named) > _NAMED_WORKERS else ""
         return f"{', '.join(named[:_NAMED_WORKERS])}{more}, and the replay computes on this CPU, which gives other bits"
-    kinds = "on an accelerator, on another kind of CPU" if len(known) < len(members) else "on another kind of CPU"
-    return f"the replay computes on this CPU, and workers {kinds} or with another torch give other bits"
+    perhaps = "" if all(member.device for member in members) else "on an accelerator, "
+    return (
+        f"the replay computes on this CPU, and workers {perhaps}on another kind of CPU or with another torch give "
+        "other bits"
+    )
 
 
 def _gradient_twice(config: Config, wire: Codec, computed: _Computed) -> str:

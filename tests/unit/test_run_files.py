@@ -11,6 +11,7 @@ from ringmaster_dist.observe.records import Arrival, MetricsRow, Summary, Worker
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.observe.run_files import RunDirectoryError, RunFiles
 from ringmaster_dist.protocol import Receipt, Verdict
+from ringmaster_dist.simulation.replay import on_accelerators
 
 LINE = ('{"time": 1.5, "worker": 2, "sequence": 3, "gradient_version": 4, "version": 6, "delay": 2, '
         '"verdict": "stale", "loss": null, "compute_seconds": 0.1')  # fmt: skip
@@ -99,3 +100,21 @@ def test_the_parts_of_a_delay_do_not_depend_on_when_they_are_asked_for(pieces):
 
 def test_a_quantile_is_one_of_the_values():
     assert [quantile([1, 2, 3, 10], fraction) for fraction in (0.0, 0.5, 0.75, 0.95, 1.0)] == [1, 2, 3, 10, 10]
+
+
+def test_a_replay_names_the_accelerators_that_the_members_had(tmp_path):
+    """A line of an older version says nothing about devices."""
+    path = tmp_path / "members.jsonl"
+
+    def explained(*devices):
+        lines = [{"worker": w, "event": e, "pushes": 0, "slot": w, **d} for w, d in enumerate(devices)
+                 for e in ("join", "leave")]  # fmt: skip
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return on_accelerators(RunFiles(tmp_path).members())
+
+    cpu, h100 = {"device": "cpu", "device_title": "CPU"}, {"device": "cuda:0", "device_title": "NVIDIA H100"}
+    assert explained(cpu, h100, {}).startswith("worker 1 computed on cuda:0 (NVIDIA H100), and the replay ")
+    assert explained(*[h100] * 6).count("NVIDIA") == 4
+    assert "(and 2 more on accelerators)" in explained(*[h100] * 6)
+    assert "workers on an accelerator, on another kind of CPU" in explained(cpu, {})
+    assert "accelerator" not in explained(cpu, cpu)
