@@ -198,12 +198,15 @@ class RowsBySpeed:
         if self.most == self.usual or threshold == math.inf:
             return self.usual
         speeds = [self._workers[w].seconds for w in sorted(self._live)]
-        delays = []
-        for rows in range(self.usual, self.most + 1):
+        rows, delays = self.usual, {}
+        while rows <= self.most:
             times = [s * self._rows_in(rows * quickest, s) for s in speeds if s is not None]  # seconds of a gradient
-            delays.append(max(times) * sum(1.0 / seconds for seconds in times) - 1.0)
-        good_enough = max(_MARGIN * threshold, _NEARLY_LEAST * min(delays))
-        return self.usual + next(index for index, delay in enumerate(delays) if delay <= good_enough)
+            delays[rows] = max(times) * sum(1.0 / seconds for seconds in times) - 1.0
+            if delays[rows] <= _MARGIN * threshold:
+                return rows
+            rows += max(1, rows // 16)  # a finer choice would make no difference
+        least = min(delays.values())
+        return next(rows for rows, delay in delays.items() if delay <= _NEARLY_LEAST * least)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers and lists, without the changes that were not asked for yet."""

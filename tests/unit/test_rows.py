@@ -91,6 +91,13 @@ def test_rows_and_threshold_choose_themselves_together():
     assert all(record.accepted > 0 for record in played.core.workers.values())
 
 
+@pytest.mark.parametrize("method", [Synchronous(Constant(0.1, 0.05)), Rennala(Constant(0.1, 0.05), 4)])
+def test_a_round_is_not_later_for_unequal_speeds(method):
+    played = Played(LINEAR[:4], most=64, method=method).run(30.0)
+    assert played.assigned == [4, 2, 1, 1]
+    assert played.core.version > 200  # a round of equal rows takes 0.4 s
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_do_not_follow_jitter(seed):
     played = Played(LINEAR, jitter=0.15, seed=seed).run(60.0)
