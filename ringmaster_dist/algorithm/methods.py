@@ -36,6 +36,7 @@ class Method:
     """One gradient per update: `ringmaster`, `ringmaster_agnostic` and `asynchronous`, by their thresholds."""
 
     waits = False  # whether a contributor continues only from the next version
+    averages = False  # whether an update is the mean of several gradients
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -90,6 +91,8 @@ class DelayAdaptive(Method):
 class Rennala(Method):
     """An update is the mean of ``batch`` fresh gradients (delay 0), of any workers."""
 
+    averages = True
+
     def __init__(self, schedule: Schedule, batch: int) -> None:
         super().__init__(schedule)
         self.batch = batch
@@ -115,7 +118,7 @@ class Rennala(Method):
 class Synchronous(Method):
     """An update is the mean of one fresh gradient of every live worker. A contributor waits for the others."""
 
-    waits = True
+    waits = averages = True
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule)

@@ -6,9 +6,10 @@ the least number of rows. If the slowest worker would still be late with the lea
 more than usual, up to the most.
 
 Speeds come only from the pushes, in the order of their arrival. No clock is read, so a replay of the same arrivals
-assigns the same rows. The seconds per row of a worker are the median of its last few. They count as changed if they
-differ clearly from those of the last assignment, so rows do not follow the jitter. A gradient is taken to cost nothing
-apart from its rows. If it does, a slow worker gets fewer rows step by step, until its gradients take as long as wanted.
+assigns the same rows. The seconds per row of a worker are the median of its last few. All rows are assigned anew if the
+seconds of a worker differ clearly from those of the last assignment. In between, a worker gets other rows only if its
+own are clearly wrong. So rows do not follow the jitter. A gradient is taken to cost nothing apart from its rows. If it
+costs more, rows change step by step, until a gradient takes as long as wanted.
 
 A worker may be, or become, so slow that all its work is interrupted. Then no push tells its speed. So a worker that is
 silent for clearly longer than expected is taken to be half as quick, and again a few times, until a push of it arrives.
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 _REMEMBERED = 5  # seconds per row of each worker
 _CLEARLY = 1.25  # "differ clearly" is this factor
+_CLEARLY_WRONG = 0.65, 0.15  # rows are, if they are wrong by more than this number and this fraction
 _SILENT = 3.0  # "clearly longer than expected" is this factor
 _MOST_GUESSES = 6  # in a row: a worker is not taken to be slower than it was by more than 2 to this power
 _WORKERS_PER_ARRIVAL = 64  # a look for silent workers concerns all of them, so it is rarer if there are many
@@ -75,6 +77,7 @@ class RowsBySpeed:
         self.usual, self.least, self.most = usual, least, most
         self._clock = 0.0  # a lower bound of the seconds that have passed
         self._workers: dict[int, _Worker] = {}
+        self._wanted = 0.0  # the seconds that a gradient should take; 0 before the first assignment
         self._live: frozenset[int] = frozenset()  # the members at the last arrival
         self._arrivals = 0
         self._changes: list[RowsChange] = []
@@ -125,6 +128,8 @@ class RowsBySpeed:
             silent = self._find_silent()
         if changed or silent:
             self._assign(version, threshold, silent)
+        elif worker.times:
+            self._correct(version, worker_id)
 
     def changes(self) -> Sequence[RowsChange]:
         """The rows that were assigned since the last call."""
@@ -161,17 +166,28 @@ class RowsBySpeed:
         if quickest == math.inf:
             return
         base = self._rows_of_quickest(quickest, threshold)
+        self._wanted = base * quickest
         for worker_id in sorted(self._live):
             worker = self._workers[worker_id]
             if not worker.is_known or worker.seconds is None:
                 continue
-            rows = self._rows_in(base * quickest, worker.seconds)
-            if rows == worker.rows:
-                continue
-            worker.rows = rows
             reason = f"{worker.seconds:.3g} s per row; the quickest worker takes {quickest:.3g} s, and {base} rows"
             if worker_id in silent:
                 reason = f"silent for {silent[worker_id]:.3g} s, so it is taken to be half as quick"
+            self._give(version, worker_id, self._rows_in(self._wanted, worker.seconds), reason)
+
+    def _correct(self, version: int, worker_id: int) -> None:
+        """Gives other rows to a worker whose gradients clearly do not take as long as wanted."""
+        worker = self._workers[worker_id]
+        seconds, (count, fraction) = statistics.median(worker.times), _CLEARLY_WRONG
+        if abs(self._wanted / seconds - worker.rows) > max(count, fraction * worker.rows):
+            worker.seconds = seconds
+            reason = f"{seconds:.3g} s per row; a gradient should take {self._wanted:.3g} s"
+            self._give(version, worker_id, self._rows_in(self._wanted, seconds), reason)
+
+    def _give(self, version: int, worker_id: int, rows: int, reason: str) -> None:
+        if rows != self._workers[worker_id].rows:
+            self._workers[worker_id].rows = rows
             self._changes.append(RowsChange(version, worker_id, rows, reason))
 
     def _rows_in(self, wanted_seconds: float, seconds_per_row: float) -> int:
@@ -182,17 +198,21 @@ class RowsBySpeed:
         if self.most == self.usual or threshold == math.inf:
             return self.usual
         speeds = [self._workers[w].seconds for w in sorted(self._live)]
-        delays = []
-        for rows in range(self.usual, self.most + 1):
+        rows, delays = self.usual, {}
+        while rows <= self.most:
             times = [s * self._rows_in(rows * quickest, s) for s in speeds if s is not None]  # seconds of a gradient
-            delays.append(max(times) * sum(1.0 / seconds for seconds in times) - 1.0)
-        good_enough = max(_MARGIN * threshold, _NEARLY_LEAST * min(delays))
-        return self.usual + next(index for index, delay in enumerate(delays) if delay <= good_enough)
+            delays[rows] = max(times) * sum(1.0 / seconds for seconds in times) - 1.0
+            if delays[rows] <= _MARGIN * threshold:
+                return rows
+            rows += max(1, rows // 16)  # a finer choice would make no difference
+        least = min(delays.values())
+        return next(rows for rows, delay in delays.items() if delay <= _NEARLY_LEAST * least)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers and lists, without the changes that were not asked for yet."""
         return {
             "clock": self._clock,
+            "wanted": self._wanted,
             "arrivals": self._arrivals,
             "live": sorted(self._live),
             "workers": [
@@ -203,7 +223,7 @@ class RowsBySpeed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._clock, self._arrivals, self._live = state["clock"], state["arrivals"], frozenset(state["live"])
-        self._workers, self._changes = {}, []
+        self._wanted, self._workers, self._changes = state["wanted"], {}, []
         for worker_id, rows, seconds, times, is_known, guesses, heard, gap, accepted_rows in state["workers"]:
             worker = self._workers[worker_id] = _Worker(rows, heard)
             worker.seconds, worker.is_known, worker.guesses = seconds, is_known, guesses

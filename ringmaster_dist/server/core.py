@@ -247,10 +247,10 @@ class ServerCore:
         """Tells what may decide by compute times about one."""
         self.method.observe(worker_id, compute_seconds)
         if self.rows is not None:
-            version = self.version
+            version, method = self.version, self.method
             self.rows.observe(
-                worker_id, rows, compute_seconds, self.live, version=version,
-                threshold=self.method.threshold(version), accepted=accepted,
+                worker_id, rows, compute_seconds, self.live, version=version, accepted=accepted,
+                threshold=math.inf if method.averages else method.threshold(version),
             )  # fmt: skip
 
     def _refusal(
@@ -411,7 +411,7 @@ class ServerCore:
         self.momentum = state.momentum.to(device, copy=True)
         self._sum = None if state.sum is None else state.sum.to(device, copy=True)
         self._num_summed = state.num_summed
-        self._summed_weight = state.summed_weight
+        self._summed_weight = state.summed_weight or float(state.num_summed)  # older states have no weights
         self.method.load_state_dict(state.method)
         if self.rows is not None and state.rows is not None:
             self.rows.load_state_dict(state.rows)

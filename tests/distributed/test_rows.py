@@ -10,7 +10,7 @@ from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.rows import RowsBySpeed
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.simulation.forecast import forecast
-from tests.distributed.processes import LONG, Run, check_finished, until
+from tests.distributed.processes import LONG, Run, check_finished, recompute, until
 
 MODEL = """
 import torch
@@ -47,11 +47,14 @@ def test_rows_by_speed_replay_across_a_lost_server_and_a_lost_worker(given, tmp_
         until(lambda: len(run.joined()) == 5 and run.version() > run.terms()[1]["version"] + 60, "a worker is back")
         run.process.send_signal(signal.SIGINT)
         summary = check_finished(run)
-    changes = [json.loads(line) for line in (tmp_path / "run/rows.jsonl").read_text().splitlines()]
+    recorded = tmp_path / "run/rows.jsonl"
+    changes = [json.loads(line) for line in recorded.read_text().splitlines()]
     assert {change["rows"] for change in changes} >= {8, 4}
     assert all(change["reason"] for change in changes)
     assert len({arrival["rows"] for arrival in run.arrivals()[-40:]}) >= 3  # 8, 4, 3 and 2 rows
     assert {worker["rows"] for worker in summary["per_worker"].values()} >= {8, 4}
+    recorded.write_text(recorded.read_text().replace('"rows": 8', '"rows": 7', 1))
+    assert "other rows" in recompute(tmp_path / "run").message
 
 
 @pytest.mark.alone
