@@ -4,9 +4,9 @@ The trace says which gradients arrived in which order, with worker, sequence and
 each. So every gradient can be computed again at the iterate of its version. The core gets the same arrivals, joins and
 leaves in the same order, and has to give the same verdicts and end at the same iterate.
 
-An accelerator rounds in its own way. Updates are computed again on the device of the run, if this machine has one of
-its type, and on the CPU otherwise. If an accelerator took part, the verdicts have to be the same and the losses equal
-to within `TOLERANCE`.
+An accelerator rounds in its own way. Gradients and updates are computed again on a device of the same type, if this
+machine has one, and on the CPU otherwise. If an accelerator took part, the verdicts have to be the same and the losses
+equal to within `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -113,17 +113,16 @@ def replay(directory: Path) -> Outcome:
     iterates = {0: core.snapshot.iterate.cpu()}
     next_member = 0
     last: _Computed | None = None  # the last accepted arrival
-    slots: dict[int, int] = {}
-    ranks: dict[int, int] = {}
-    problems = {config.problem.batch: problem}  # by the number of rows of a gradient
+    joined: dict[int, Member] = {}  # by worker
+    problems = {(config.problem.batch, devices.CPU): problem}  # by the number of rows of a gradient, and the device
+    assigned: list[list[object]] = []  # the changes of rows
     torch.set_num_threads(config.cluster.threads)  # as the workers; the bits depend on it
     for index, arrival in enumerate(arrivals):
         while next_member < len(members) and members[next_member].pushes <= index:
             torch.set_num_threads(config.server.compute_threads)  # a departure may complete a round
             _apply(core, members[next_member])
             torch.set_num_threads(config.cluster.threads)
-            slots[members[next_member].worker] = members[next_member].slot
-            ranks[members[next_member].worker] = members[next_member].ranks
+            joined[members[next_member].worker] = members[next_member]
             iterates.setdefault(core.version, core.snapshot.iterate.cpu())
             next_member += 1
         core = _in_term(core, terms[: 1 + _serving_term(terms, index)], make_core)
@@ -140,12 +139,13 @@ def replay(directory: Path) -> Outcome:
             return Outcome(False, before, index, f"arrival {index} was computed at version {version}, which {what}")
         if accepted or version in iterates:
             iterate = wire.decode_iterate(wire.encode_iterate(iterates[version]))
-            rows = rows_of(config, slots.get(worker, 0))
-            if rows not in problems:
-                problems[rows] = build_problem(config, rows=rows)
-                problems[rows].bind(core.update.layout)
+            member = joined[worker]
+            kind = rows_of(config, member.slot), devices.here(member.device or devices.CPU)
+            if kind not in problems:
+                problems[kind] = build_problem(config, kind[1], rows=kind[0])
+                problems[kind].bind(core.update.layout)
             computed = _Computed(
-                problems[rows], iterates[version], version, worker, sequence, ranks.get(worker, 1), arrival.rows
+                problems[kind], iterates[version], version, worker, sequence, member.ranks, arrival.rows
             )
             gradient, loss = computed.gradient(iterate, config.run.seed)
             gradient = wire.encode_gradient(gradient)
@@ -153,6 +153,7 @@ def replay(directory: Path) -> Outcome:
         torch.set_num_threads(config.server.compute_threads)
         receipt = core.push(worker, sequence, named, gradient, arrival.term, arrival.compute_seconds, arrival.rows)
         torch.set_num_threads(config.cluster.threads)
+        assigned += [list(change) for change in core.rows.changes()] if core.rows is not None else []
         recorded = (arrival.verdict.value, arrival.delay, arrival.version)
         if (receipt.verdict.value, receipt.delay, receipt.version) != recorded:
             message = f"arrival {index} was {recorded}, the replay says {tuple(receipt)}"
@@ -171,7 +172,7 @@ def replay(directory: Path) -> Outcome:
         _apply(core, member)
     if core.rows is not None:
         recorded_rows = [[row[name] for name in RowsChange._fields] for row in files.rows(ROWS)]
-        if recorded_rows != [list(change) for change in core.rows.changes()]:
+        if recorded_rows != assigned:
             return Outcome(False, core.version, len(arrivals), f"the replay assigns other rows than {ROWS} says")
     final, final_version = weights.read(directory / FINAL)
     if core.version != final_version:
