@@ -12,7 +12,7 @@ _PAUSE_SECONDS = 10.0
 def main(argv: list[str]) -> int:
     follows = "group=true" in argv and os.environ.get("RANK", "0") != "0"
     code = ringmaster(["worker", *argv], is_quiet=follows)
-    if follows and code:
+    if follows and code == 2:
         time.sleep(_PAUSE_SECONDS)  # torchrun ends all ranks when one exits, and the first rank says why for all
     return code
 

@@ -198,7 +198,7 @@ def _contribute(
                 f"the gradient has the shape {tuple(gradient.shape)} on {gradient.device}: the problem has to return "
                 f"{tuple(iterate.shape)} in host memory"
             )
-        return gradient.detach().to(problem.dtype), float(loss)
+        return gradient.detach().to(problem.dtype).contiguous(), float(loss)
 
     (gradient, _), losses = _step(ranks, compute, lambda computed: computed[1])
     return ranks.mean(gradient), mean_loss(losses)

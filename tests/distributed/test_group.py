@@ -148,7 +148,7 @@ def test_a_rank_that_fails_ends_its_group_with_one_line(own, tmp_path):
         server = f"server={(tmp_path / 'run/address').read_text()}"
         failing = rank_pair("a", server, "target=theirs:factory", FAILING_RANK="1")
         not_allowed = rank_pair("b", server)
-        ended = [[process.communicate(timeout=60)[1] for process in pair] for pair in (failing, not_allowed)]
+        ended = [[process.communicate(timeout=100)[1] for process in pair] for pair in (failing, not_allowed)]
         codes = [[process.returncode for process in pair] for pair in (failing, not_allowed)]
         assert codes == [[1, 1], [2, 2]], ended
         (said, shown), (allowed, nothing) = ended
