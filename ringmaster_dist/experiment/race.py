@@ -1,0 +1,130 @@
+"""Who reaches a target loss first: tunes contenders, drops hopeless settings early, and runs the winners again.
+
+One rule holds for every contender. Each of its settings gets a first look, a part of the budget. The best third, and at
+least three, run the whole budget. The one that reaches the target first runs again with other seeds.
+
+The target of a cell is the lowest loss that any contender without an automatic choice has at two thirds of the budget.
+So the best of the others reaches it, and the automatic contenders have no part in setting it.
+
+The curves are the objective at regular virtual times: the gap, or the loss on a fixed set of validation rows. They are
+smoothed by a moving average of their logarithm.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringmaster_dist.experiment.machines import SHORT, Cell, Machines
+from ringmaster_dist.experiment.plan import AUTOMATIC, Job
+from ringmaster_dist.experiment.runner import Progress, Result, play_all, with_estimate
+
+TARGET_AT = 2 / 3  # of the budget
+_LEAST = 3  # settings of a contender that run the whole budget
+_REACH = 3  # points on each side, of the moving average
+
+Curve = Sequence[tuple[float, float]]  # virtual seconds, objective
+Floats = NDArray[np.float64]
+
+
+class Race(NamedTuple):
+    """What was run, by cell and contender where it says so."""
+
+    plan: Machines
+    tuning: list[Result]
+    winners: dict[tuple[str, str], Job]
+    final: list[Result]
+
+    def of(self, cell: Cell, contender: str) -> list[Result]:
+        return [r for r in self.final if (r.job.regime, r.job.method) == (cell.name, contender)]
+
+
+def run(plan: Machines, folder: Path, jobs: int, progress: Progress = lambda fraction, text: None) -> Race:
+    """Plays all cells. Results that are in the folder are used."""
+    folder = folder / "runs"
+    groups = {(cell.name, contender): cell.jobs(contender) for cell in plan.cells for contender in cell.grids}
+    cells = {cell.name: cell for cell in plan.cells}
+    looked_at = [cells[job.regime].short(job) for group in groups.values() if len(group) > _LEAST for job in group]
+    num_whole = sum(_num_kept(len(group)) for group in groups.values())
+    weights = [SHORT * len(looked_at), num_whole, plan.seeds * len(groups)]
+    whole = with_estimate(progress)
+
+    def stage(number: int, name: str) -> Progress:
+        before, total = sum(weights[:number]), sum(weights)
+        return lambda f, text: whole((before + f * weights[number]) / total, f"{name}: {text}")
+
+    first = play_all(looked_at, folder, jobs, stage(0, "first look"))
+    seen = {(r.job.regime, r.job.method, r.job.overrides): r for r in first}
+    kept = [
+        job
+        for group in groups.values()
+        for job in _best(group, {job: seen[job[:3]] for job in group if job[:3] in seen})
+    ]
+    tuning = play_all(kept, folder, jobs, stage(1, "tuning"))
+    winners = {}
+    for cell in plan.cells:
+        mine = [r for r in tuning if r.job.regime == cell.name]
+        goal = target(cell, mine)
+        for contender in cell.grids:
+            own = [r for r in mine if r.job.method == contender]
+            winners[cell.name, contender] = min(own, key=lambda r: (seconds_to(r.curve, goal), last(r.curve))).job
+    final = play_all(
+        (job for winner in winners.values() for job in plan.final(winner)), folder, jobs, stage(2, "winners")
+    )
+    return Race(plan, [*first, *tuning], winners, final)
+
+
+def _num_kept(settings: int) -> int:
+    return min(settings, max(_LEAST, math.ceil(settings / 3)))
+
+
+def _best(group: list[Job], looks: Mapping[Job, Result]) -> list[Job]:
+    """The settings that run the whole budget, which are all of them if there was no first look."""
+    return sorted(group, key=lambda job: last(looks[job].curve))[: _num_kept(len(group))] if looks else group
+
+
+def target(cell: Cell, results: Iterable[Result]) -> float:
+    """The lowest loss at two thirds of the budget of a contender without an automatic choice, the median over seeds."""
+    by_setting: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for result in results:
+        if result.job.method not in AUTOMATIC:
+            value = value_at(result.curve, TARGET_AT * cell.seconds)
+            by_setting.setdefault((result.job.method, result.job.overrides), []).append(value)
+    return min(statistics.median_high(values) for values in by_setting.values())
+
+
+def smoothed(curve: Curve) -> tuple[Floats, Floats]:
+    """The seconds and the smoothed objective, of shape (points,) each. What is not finite is infinite, and spreads."""
+    points = np.array(sorted(dict(curve).items()))  # (points, 2), one for each time
+    values = np.where(np.isfinite(points[:, 1]), points[:, 1], math.inf)
+    logs = np.log(np.maximum(values, 1e-300))
+    means = [logs[max(0, index - _REACH) : index + _REACH + 1].mean() for index in range(len(logs))]
+    return points[:, 0], np.exp(np.array(means))
+
+
+def value_at(curve: Curve, seconds: float) -> float:
+    value = float(np.interp(seconds, *smoothed(curve)))
+    return value if math.isfinite(value) else math.inf
+
+
+def last(curve: Curve) -> float:
+    return float(smoothed(curve)[1][-1])
+
+
+def seconds_to(curve: Curve, goal: float) -> float:
+    """When the smoothed curve first is at the goal or below, interpolated between its points; infinite if never."""
+    times, values = smoothed(curve)
+    below = np.flatnonzero(values <= goal)
+    if not len(below):
+        return math.inf
+    index = int(below[0])
+    if index == 0 or not math.isfinite(values[index - 1]):
+        return float(times[index])
+    part = (values[index - 1] - goal) / (values[index - 1] - values[index])
+    return float(times[index - 1] + part * (times[index] - times[index - 1]))
