@@ -23,7 +23,7 @@ _SIZES = {  # of each experiment, the default first
     "auto": ("full", "smoke"),
     "radii": ("full", "smoke"),
     "steps": ("full", "smoke"),
-    "machines": ("full", "smoke"),
+    "machines": ("full", "smoke", "six"),
 }
 
 
@@ -61,16 +61,21 @@ def run_experiment(arguments: Namespace, overrides: list[str]) -> int:
                               each tuned, on 8 and 32 workers with five kinds of speeds and three problems; an hour and
                               a half on two cores. regimes= also takes a part of a cell's name, or several
                  size=smoke   a small version
+                 size=six     a picture of six machines before and after the automatic choices; a minute
     """
     from rich.console import Console
 
+    from ringmaster_dist.experiment import before_after
     from ringmaster_dist.observe.console import ProgressLine
 
-    plan = _plan(arguments)
-    folder = arguments.dir or Path(f"runs/{arguments.name}-{plan.size}")
+    size = _size(arguments)
+    folder = arguments.dir or Path(f"runs/{arguments.name}-{size}")
     began, line = time.monotonic(), ProgressLine(Console(file=sys.stderr))
     try:
-        results, paths, summary = _played(plan, folder, arguments.jobs, line.show)
+        if size == "six":
+            print(f"files: {before_after.make(folder, line.show)}")
+            return 0
+        results, paths, summary = _played(_plan(arguments, size), folder, arguments.jobs, line.show)
     finally:
         line.close()
     print(summary)
@@ -93,13 +98,17 @@ def _played(plan: Plan | Machines, folder: Path, jobs: int, show: Progress) -> t
     return [*outcome.tuning, *outcome.final], results.write(outcome, folder), results.summary(outcome)
 
 
-def _plan(arguments: Namespace) -> Plan | Machines:
-    from ringmaster_dist.experiment import machines, plan
-
+def _size(arguments: Namespace) -> str:
     sizes = _SIZES[arguments.name]
-    size = arguments.size or sizes[0]
+    size: str = arguments.size or sizes[0]
     if size not in sizes:
         raise UserError(f"size={size}: {arguments.name} has {', '.join(sizes)}")
+    return size
+
+
+def _plan(arguments: Namespace, size: str) -> Plan | Machines:
+    from ringmaster_dist.experiment import machines, plan
+
     if arguments.name == "machines":
         return machines.machines(size, arguments.seeds).only(arguments.regimes)
     if arguments.name == "nanochat":
