@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ringmaster_dist.experiment import race
 from ringmaster_dist.experiment.plan import AUTOMATIC
 from ringmaster_dist.experiment.runner import Progress
+from ringmaster_dist.observe.records import MetricsRow, objective_of
 
 _COMMON = ("problem=nanochat", "geometry=scion", "cluster.workers=6", "cluster.profile=linear",
            "cluster.unit_seconds=0.1", "budget.seconds=20", "run.samples=40", "eval.every=1")  # fmt: skip
@@ -25,7 +26,7 @@ class Side(NamedTuple):
     name: str
     choices: str
     run: dict[str, Any]  # of `page_data`
-    seconds: list[float]  # per gradient, of each machine
+    slowness: list[float]  # of each machine, in multiples of the time of the first
     useful: list[float]  # the share of each machine's compute time that went into accepted gradients
     wasted: float  # of the compute time of all
     curve: list[tuple[float, float]]  # virtual seconds, validation loss
@@ -35,15 +36,16 @@ class Side(NamedTuple):
         return sum(share >= 0.1 for share in self.useful)
 
 
-def make(folder: Path, progress: Progress = lambda fraction, text: None, common: tuple[str, ...] = _COMMON) -> Path:
+def make(folder: Path, progress: Progress = lambda fraction, text: None) -> Path:
     """Makes both runs and draws the picture. Returns its path."""
     after = [automatic.overrides for automatic in AUTOMATIC.values() if "scion" in automatic.problems][-1]
-    first = _play(folder / "before", (*common, *_BEFORE), lambda f, text: progress(f / 2, text))
-    second = _play(folder / "after", (*common, *after), lambda f, text: progress((1 + f) / 2, text))
+    first = play(folder / "before", (*_COMMON, *_BEFORE), lambda f, text: progress(f / 2, text))
+    second = play(folder / "after", (*_COMMON, *after), lambda f, text: progress((1 + f) / 2, text))
     return draw(first, second, folder / "six.png")
 
 
-def _play(folder: Path, overrides: tuple[str, ...], progress: Progress) -> Side:
+def play(folder: Path, overrides: tuple[str, ...], progress: Progress) -> Side:
+    """Makes one run in the folder. A run that is there is replaced."""
     import torch
 
     from ringmaster_dist.config.compose import compose, to_typed
@@ -63,11 +65,16 @@ def _play(folder: Path, overrides: tuple[str, ...], progress: Progress) -> Side:
         folder.name,
         ", ".join(word for word in overrides if word.startswith(("method.threshold", "cluster.batch"))),
         page_data([Recording(directory.path)])["runs"][0],
-        [worker.base_seconds for worker in workers],
+        [worker.base_seconds / workers[0].base_seconds for worker in workers],
         [worker.used_seconds / (worker.used_seconds + worker.wasted_seconds) for worker in workers],
         summary.wasted_fraction,
-        [(row.time, float(row.evaluation["loss"] or math.nan)) for row in directory.metrics() if row.evaluation],
+        [(row.time, _objective(row)) for row in directory.metrics() if row.evaluation],
     )
+
+
+def _objective(row: MetricsRow) -> float:
+    value = row.evaluation[objective_of(row.evaluation)]
+    return math.nan if value is None else value
 
 
 def draw(before: Side, after: Side, path: Path) -> Path:
@@ -85,8 +92,8 @@ def draw(before: Side, after: Side, path: Path) -> Path:
         axis.set_title("")  # it was in the middle
         axis.set_title(f"{title}{side.wasted:.0%} of the compute is discarded", loc="left", fontsize=10)
         axis.text(0.0, 1.22, side.name, transform=axis.transAxes, fontsize=12, fontweight="bold")
-        axis.set_yticks(range(len(side.seconds)), [f"{seconds:g} s" for seconds in side.seconds], fontsize=8)
-        axis.set_ylabel("per gradient", fontsize=9)
+        axis.set_yticks(range(len(side.slowness)), [_pace(slowness) for slowness in side.slowness], fontsize=8)
+        axis.set_ylabel("")
         axis.tick_params(labelbottom=False)
         rows = range(len(side.useful))
         bars.barh(rows, [100.0] * len(side.useful), color="#eceff4", height=0.7)
@@ -106,6 +113,10 @@ def draw(before: Side, after: Side, path: Path) -> Path:
     return path
 
 
+def _pace(slowness: float) -> str:
+    return "the fastest" if slowness == 1.0 else f"{slowness:.2g} x slower"
+
+
 def _has(side: Side, code: int) -> bool:
     return any(sum(value or 0.0 for value in shares[code]) > 0.05 for shares in side.run["timeline"]["shares"])
 
@@ -122,7 +133,8 @@ def _draw_loss(axis: Any, before: Side, after: Side) -> None:
     sooner = min(race.seconds_to(side.curve, goal) for side in (before, after))
     if sooner < 0.98 * end:
         axis.annotate("", (sooner, goal), (end, goal), arrowprops={"arrowstyle": "->", "color": "0.3"})
-        axis.text((sooner + end) / 2, goal, f"{end - sooner:.1f} s sooner", ha="center", va="bottom", fontsize=9)
+        axis.annotate(f"{end - sooner:.1f} s sooner", ((sooner + end) / 2, goal), xytext=(0, 6), ha="center",
+                      textcoords="offset points", fontsize=9)  # fmt: skip
     early = race.value_at(before.curve, 0.1 * end)
     axis.set_ylim(min(ends.values()) - 0.1 * (early - goal), early)
     axis.set_xlim(0, end)

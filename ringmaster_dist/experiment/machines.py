@@ -156,4 +156,4 @@ def _small(problem: str, speeds: str) -> Cell:
         "asynchronous": etas,
         **{name: etas for name, automatic in AUTOMATIC.items() if problem in automatic.problems},
     }
-    return Cell(problem, 4, speeds, 60, 12, grids)
+    return Cell(problem, 4, speeds, 30, 12, grids)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ringmaster_dist.experiment.machines import SHORT, Cell, Machines
 from ringmaster_dist.experiment.plan import AUTOMATIC, Job
-from ringmaster_dist.experiment.runner import Progress, Result, play_all, with_estimate
+from ringmaster_dist.experiment.runner import Progress, Result, play_all, processes, with_estimate
 
 TARGET_AT = 2 / 3  # of the budget
 _LEAST = 3  # settings of a contender that run the whole budget
@@ -48,35 +48,23 @@ class Race(NamedTuple):
 def run(plan: Machines, folder: Path, jobs: int, progress: Progress = lambda fraction, text: None) -> Race:
     """Plays all cells. Results that are in the folder are used."""
     folder = folder / "runs"
-    groups = {(cell.name, contender): cell.jobs(contender) for cell in plan.cells for contender in cell.grids}
-    cells = {cell.name: cell for cell in plan.cells}
-    looked_at = [cells[job.regime].short(job) for group in groups.values() if len(group) > _LEAST for job in group]
-    num_whole = sum(_num_kept(len(group)) for group in groups.values())
-    weights = [SHORT * len(looked_at), num_whole, plan.seeds * len(groups)]
+    groups = [cell.jobs(contender) for cell in plan.cells for contender in cell.grids]
+    looked_at = [cell.short(job) for cell in plan.cells for name in cell.grids for job in _uncertain(cell.jobs(name))]
+    weights = [SHORT * len(looked_at), sum(_num_kept(len(group)) for group in groups), plan.seeds * len(groups)]
     whole = with_estimate(progress)
 
     def stage(number: int, name: str) -> Progress:
         before, total = sum(weights[:number]), sum(weights)
         return lambda f, text: whole((before + f * weights[number]) / total, f"{name}: {text}")
 
-    first = play_all(looked_at, folder, jobs, stage(0, "first look"))
-    seen = {(r.job.regime, r.job.method, r.job.overrides): r for r in first}
-    kept = [
-        job
-        for group in groups.values()
-        for job in _best(group, {job: seen[job[:3]] for job in group if job[:3] in seen})
-    ]
-    tuning = play_all(kept, folder, jobs, stage(1, "tuning"))
-    winners = {}
-    for cell in plan.cells:
-        mine = [r for r in tuning if r.job.regime == cell.name]
-        goal = target(cell, mine)
-        for contender in cell.grids:
-            own = [r for r in mine if r.job.method == contender]
-            winners[cell.name, contender] = min(own, key=lambda r: (seconds_to(r.curve, goal), last(r.curve))).job
-    final = play_all(
-        (job for winner in winners.values() for job in plan.final(winner)), folder, jobs, stage(2, "winners")
-    )
+    with processes(jobs) as pool:
+        first = play_all(looked_at, folder, pool, stage(0, "first look"))
+        tuning = play_all(_survivors(groups, first), folder, pool, stage(1, "tuning"))
+        winners = {}
+        for cell in plan.cells:
+            winners.update(_winners(cell, [r for r in tuning if r.job.regime == cell.name]))
+        again = [job for winner in winners.values() for job in plan.final(winner)]
+        final = play_all(again, folder, pool, stage(2, "winners"))
     return Race(plan, [*first, *tuning], winners, final)
 
 
@@ -84,9 +72,28 @@ def _num_kept(settings: int) -> int:
     return min(settings, max(_LEAST, math.ceil(settings / 3)))
 
 
-def _best(group: list[Job], looks: Mapping[Job, Result]) -> list[Job]:
-    """The settings that run the whole budget, which are all of them if there was no first look."""
-    return sorted(group, key=lambda job: last(looks[job].curve))[: _num_kept(len(group))] if looks else group
+def _uncertain(group: list[Job]) -> list[Job]:
+    """The settings of a contender if some of them have to be dropped, else none."""
+    return group if _num_kept(len(group)) < len(group) else []
+
+
+def _survivors(groups: Iterable[list[Job]], looks: Iterable[Result]) -> list[Job]:
+    """The settings of every contender that run the whole budget."""
+    seen = {(r.job.regime, r.job.method, r.job.overrides): last(r.curve) for r in looks}
+    kept: list[Job] = []
+    for group in groups:
+        ranked = (
+            sorted(group, key=lambda job: seen[job.regime, job.method, job.overrides]) if _uncertain(group) else group
+        )
+        kept += ranked[: _num_kept(len(group))]
+    return kept
+
+
+def _winners(cell: Cell, tuning: list[Result]) -> dict[tuple[str, str], Job]:
+    """The setting of every contender that reaches the target first, or else comes nearest to it."""
+    goal = target(cell, tuning)
+    ranked = sorted(tuning, key=lambda r: (seconds_to(r.curve, goal), last(r.curve)))
+    return {(cell.name, name): next(r.job for r in ranked if r.job.method == name) for name in cell.grids}
 
 
 def target(cell: Cell, results: Iterable[Result]) -> float:

@@ -11,8 +11,9 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,12 +58,13 @@ def run(plan: Plan, folder: Path, jobs: int, progress: Progress = lambda fractio
     groups = len({(job.regime, job.method) for job in tuning_jobs})
     share = len(tuning_jobs) / (len(tuning_jobs) + groups * plan.seeds)
     whole = with_estimate(progress)
-    tuning = play_all(tuning_jobs, folder, jobs, lambda f, text: whole(share * f, f"tuning {text}"))
-    winners: dict[tuple[str, str], Job] = {}
-    for result in sorted(tuning, key=lambda r: r.final):
-        winners.setdefault((result.job.regime, result.job.method), result.job)
-    final_jobs = [job for winner in winners.values() for job in plan.final(winner)]
-    final = play_all(final_jobs, folder, jobs, lambda f, text: whole(share + (1 - share) * f, f"winners {text}"))
+    with processes(jobs) as pool:
+        tuning = play_all(tuning_jobs, folder, pool, lambda f, text: whole(share * f, f"tuning {text}"))
+        winners: dict[tuple[str, str], Job] = {}
+        for result in sorted(tuning, key=lambda r: r.final):
+            winners.setdefault((result.job.regime, result.job.method), result.job)
+        final_jobs = [job for winner in winners.values() for job in plan.final(winner)]
+        final = play_all(final_jobs, folder, pool, lambda f, text: whole(share + (1 - share) * f, f"winners {text}"))
     return Outcome(plan, tuning, winners, final)
 
 
@@ -82,26 +84,29 @@ def with_estimate(progress: Progress) -> Progress:
     return show
 
 
-def play_all(jobs: Iterable[Job], folder: Path, processes: int, progress: Progress) -> list[Result]:
+@contextmanager
+def processes(number: int) -> Iterator[Executor]:
+    """Processes with one thread each, which start with the first job. After an error, jobs that wait are dropped."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def play_all(jobs: Iterable[Job], folder: Path, pool: Executor, progress: Progress) -> list[Result]:
     """Runs the jobs that have no result in the folder. Returns all results in the order of the jobs."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = list(jobs)
     missing = [job for job in wanted if not (folder / f"{job.key}.json").exists()]
     done = len(wanted) - len(missing)
     progress(done / max(1, len(wanted)), f"{done} of {len(wanted)} runs")
-    if missing:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        context = multiprocessing.get_context("forkserver")
-        with ProcessPoolExecutor(processes, mp_context=context) as pool:
-            futures = [pool.submit(_play, job, folder) for job in missing]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-                    done += 1
-                    progress(done / len(wanted), f"{done} of {len(wanted)} runs")
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    for future in as_completed([pool.submit(_play, job, folder) for job in missing]):
+        future.result()
+        done += 1
+        progress(done / len(wanted), f"{done} of {len(wanted)} runs")
     return [_read(job, folder) for job in wanted]
 
 
