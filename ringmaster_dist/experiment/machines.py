@@ -6,6 +6,7 @@ with a second number, a fixed threshold or a batch, choose that too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ _BATCHES = (1, 2, 4, 8, 16)
 _ETAS = {
     "scion": [0.0025, 0.005, 0.01, 0.02, 0.04],
     "muon": [0.25, 0.5, 1.0, 2.0, 4.0],
-    "quadratic": [0.0016, 0.008, 0.04, 0.2, 1.0],
+    "quadratic": [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64],
 }
 # A gradient of this model takes a few milliseconds.
 _MODEL = ("problem=nanochat", "model.n_layer=1", "model.n_head=1", "model.n_kv_head=1", "model.n_embd=32",
@@ -37,8 +38,9 @@ _PROBLEMS = {
     "muon": (*_MODEL, "geometry=muon"),
     "quadratic": ("problem.dim=300",),
 }
-_GRADIENTS = {"scion": 1500, "muon": 1500, "quadratic": 6000}  # that all workers together compute within the budget
+_GRADIENTS = {"scion": 1500, "muon": 1500, "quadratic": 2000}  # that all workers together compute within the budget
 _SAMPLES = 48
+_LEAST = 3  # settings of a contender that are kept after a first look
 
 
 class Cell(NamedTuple):
@@ -49,6 +51,7 @@ class Cell(NamedTuple):
     speeds: str
     gradients: int  # that all workers together compute within the budget
     samples: int  # evaluations over the budget
+    is_long: bool  # whether its runs take so long that settings are dropped after a first look
     grids: dict[str, dict[str, list[float]]]
 
     @property
@@ -68,6 +71,14 @@ class Cell(NamedTuple):
     def jobs(self, contender: str) -> list[Job]:
         """A run of the whole budget for every setting of a contender."""
         return [Job(self.name, contender, chosen, 0, self._common()) for chosen in choices(self.grids[contender])]
+
+    def num_whole(self, contender: str) -> int:
+        """How many settings of a contender run the whole budget."""
+        settings = math.prod(map(len, self.grids[contender].values()))
+        return min(settings, max(_LEAST, math.ceil(settings / 3))) if self.is_long else settings
+
+    def drops_some(self, contender: str) -> bool:
+        return self.num_whole(contender) < math.prod(map(len, self.grids[contender].values()))
 
     def short(self, job: Job) -> Job:
         """The same run, up to its first look."""
@@ -133,7 +144,7 @@ def machines(size: str, seeds: int) -> Machines:
 
 
 def _cell(problem: str, workers: int, speeds: str) -> Cell:
-    bare = Cell(problem, workers, speeds, _GRADIENTS[problem], _SAMPLES, {})
+    bare = Cell(problem, workers, speeds, _GRADIENTS[problem], _SAMPLES, problem != "quadratic", {})
     times = _times(bare)
     most = float((1.0 / times).sum() * times.max())  # the delay of the slowest worker if everything is accepted
     etas = {"method.eta": _ETAS[problem]}
@@ -156,4 +167,4 @@ def _small(problem: str, speeds: str) -> Cell:
         "asynchronous": etas,
         **{name: etas for name, automatic in AUTOMATIC.items() if problem in automatic.problems},
     }
-    return Cell(problem, 4, speeds, 30, 12, grids)
+    return Cell(problem, 4, speeds, 30, 12, True, grids)

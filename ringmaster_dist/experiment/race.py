@@ -1,7 +1,8 @@
 """Who reaches a target loss first: tunes contenders, drops hopeless settings early, and runs the winners again.
 
-One rule holds for every contender. Each of its settings gets a first look, a part of the budget. The best third, and at
-least three, run the whole budget. The one that reaches the target first runs again with other seeds.
+One rule holds for every contender of a cell. In cells whose runs take long, each setting gets a first look, a part of
+the budget, and the best third, and at least three, run the whole budget. Elsewhere all settings do. The setting that
+reaches the target first runs again with other seeds.
 
 The target of a cell is the lowest loss that any contender without an automatic choice has at two thirds of the budget.
 So the best of the others reaches it, and the automatic contenders have no part in setting it.
@@ -26,7 +27,6 @@ from ringmaster_dist.experiment.plan import AUTOMATIC, Job
 from ringmaster_dist.experiment.runner import Progress, Result, play_all, processes, with_estimate
 
 TARGET_AT = 2 / 3  # of the budget
-_LEAST = 3  # settings of a contender that run the whole budget
 _REACH = 3  # points on each side, of the moving average
 
 Curve = Sequence[tuple[float, float]]  # virtual seconds, objective
@@ -48,9 +48,9 @@ class Race(NamedTuple):
 def run(plan: Machines, folder: Path, jobs: int, progress: Progress = lambda fraction, text: None) -> Race:
     """Plays all cells. Results that are in the folder are used."""
     folder = folder / "runs"
-    groups = [cell.jobs(contender) for cell in plan.cells for contender in cell.grids]
-    looked_at = [cell.short(job) for cell in plan.cells for name in cell.grids for job in _uncertain(cell.jobs(name))]
-    weights = [SHORT * len(looked_at), sum(_num_kept(len(group)) for group in groups), plan.seeds * len(groups)]
+    pairs = [(cell, contender) for cell in plan.cells for contender in cell.grids]
+    looked_at = [cell.short(job) for cell, name in pairs if cell.drops_some(name) for job in cell.jobs(name)]
+    weights = [SHORT * len(looked_at), sum(cell.num_whole(name) for cell, name in pairs), plan.seeds * len(pairs)]
     whole = with_estimate(progress)
 
     def stage(number: int, name: str) -> Progress:
@@ -59,7 +59,8 @@ def run(plan: Machines, folder: Path, jobs: int, progress: Progress = lambda fra
 
     with processes(jobs) as pool:
         first = play_all(looked_at, folder, pool, stage(0, "first look"))
-        tuning = play_all(_survivors(groups, first), folder, pool, stage(1, "tuning"))
+        kept = [job for cell, name in pairs for job in _survivors(cell, name, first)]
+        tuning = play_all(kept, folder, pool, stage(1, "tuning"))
         winners = {}
         for cell in plan.cells:
             winners.update(_winners(cell, [r for r in tuning if r.job.regime == cell.name]))
@@ -68,25 +69,13 @@ def run(plan: Machines, folder: Path, jobs: int, progress: Progress = lambda fra
     return Race(plan, [*first, *tuning], winners, final)
 
 
-def _num_kept(settings: int) -> int:
-    return min(settings, max(_LEAST, math.ceil(settings / 3)))
-
-
-def _uncertain(group: list[Job]) -> list[Job]:
-    """The settings of a contender if some of them have to be dropped, else none."""
-    return group if _num_kept(len(group)) < len(group) else []
-
-
-def _survivors(groups: Iterable[list[Job]], looks: Iterable[Result]) -> list[Job]:
-    """The settings of every contender that run the whole budget."""
-    seen = {(r.job.regime, r.job.method, r.job.overrides): last(r.curve) for r in looks}
-    kept: list[Job] = []
-    for group in groups:
-        ranked = (
-            sorted(group, key=lambda job: seen[job.regime, job.method, job.overrides]) if _uncertain(group) else group
-        )
-        kept += ranked[: _num_kept(len(group))]
-    return kept
+def _survivors(cell: Cell, contender: str, looks: Iterable[Result]) -> list[Job]:
+    """The settings that run the whole budget, best first."""
+    jobs = cell.jobs(contender)
+    if not cell.drops_some(contender):
+        return jobs
+    seen = {r.job: last(r.curve) for r in looks}
+    return sorted(jobs, key=lambda job: seen[cell.short(job)])[: cell.num_whole(contender)]
 
 
 def _winners(cell: Cell, tuning: list[Result]) -> dict[tuple[str, str], Job]:

@@ -14,7 +14,9 @@ from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.simulation.session import simulate
 
 ETAS = {"method.eta": [0.1, 0.2, 0.4, 0.8, 1.6]}
-CELL = Cell("scion", 4, "similar", 4 * 60, 60, {"asynchronous": ETAS, "rennala": {"method.eta": [0.1]}, AUTO: ETAS})
+CELL = Cell(
+    "scion", 4, "similar", 4 * 60, 60, True, {"asynchronous": ETAS, "rennala": {"method.eta": [0.1]}, AUTO: ETAS}
+)
 
 
 def falling(speed, seconds=60, points=60):
@@ -78,6 +80,9 @@ def test_the_best_third_and_at_least_three_run_the_whole_budget(played, tmp_path
     assert eta(done.winners[cell.name, AUTO]) in (0.8, 1.6)
     assert {job.seed for job in looked + whole} == {0}
     assert {job.seed for job in final} == {1, 2}
+    stages.clear()
+    race.run(machines("full", 2)._replace(cells=(cell._replace(is_long=False),)), tmp_path, 1)
+    assert [len(stage) for stage in stages] == [0, 10 + 1 + 5, 2 * 3]  # where runs are quick, none is dropped
 
 
 @pytest.mark.parametrize(("speed", "words"), [(1 / 1.04, "1.04 |"), (0.9, "1.11 **fails**"), (0.5, "never **fails**")])
