@@ -72,6 +72,11 @@ class Cell(NamedTuple):
         """A run of the whole budget for every setting of a contender."""
         return [Job(self.name, contender, chosen, 0, self._common()) for chosen in choices(self.grids[contender])]
 
+    @property
+    def cost(self) -> float:
+        """About how long a run takes, relative to others."""
+        return 1.0 if self.is_long else 0.05
+
     def num_whole(self, contender: str) -> int:
         """How many settings of a contender run the whole budget."""
         settings = math.prod(map(len, self.grids[contender].values()))

@@ -50,22 +50,30 @@ def run(plan: Machines, folder: Path, jobs: int, progress: Progress = lambda fra
     folder = folder / "runs"
     pairs = [(cell, contender) for cell in plan.cells for contender in cell.grids]
     looked_at = [cell.short(job) for cell, name in pairs if cell.drops_some(name) for job in cell.jobs(name)]
-    weights = [SHORT * len(looked_at), sum(cell.num_whole(name) for cell, name in pairs), plan.seeds * len(pairs)]
+    costs = {cell.name: cell.cost for cell in plan.cells}
+    weights = [
+        SHORT * sum(costs[job.regime] for job in looked_at),
+        sum(cell.cost * cell.num_whole(name) for cell, name in pairs),
+        sum(cell.cost * plan.seeds for cell, _ in pairs),
+    ]
     whole = with_estimate(progress)
 
     def stage(number: int, name: str) -> Progress:
         before, total = sum(weights[:number]), sum(weights)
         return lambda f, text: whole((before + f * weights[number]) / total, f"{name}: {text}")
 
+    def cost(job: Job) -> float:
+        return costs[job.regime]
+
     with processes(jobs) as pool:
-        first = play_all(looked_at, folder, pool, stage(0, "first look"))
+        first = play_all(looked_at, folder, pool, stage(0, "first look"), cost)
         kept = [job for cell, name in pairs for job in _survivors(cell, name, first)]
-        tuning = play_all(kept, folder, pool, stage(1, "tuning"))
+        tuning = play_all(kept, folder, pool, stage(1, "tuning"), cost)
         winners = {}
         for cell in plan.cells:
             winners.update(_winners(cell, [r for r in tuning if r.job.regime == cell.name]))
         again = [job for winner in winners.values() for job in plan.final(winner)]
-        final = play_all(again, folder, pool, stage(2, "winners"))
+        final = play_all(again, folder, pool, stage(2, "winners"), cost)
     return Race(plan, [*first, *tuning], winners, final)
 
 

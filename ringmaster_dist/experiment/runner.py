@@ -96,17 +96,27 @@ def processes(number: int) -> Iterator[Executor]:
             raise
 
 
-def play_all(jobs: Iterable[Job], folder: Path, pool: Executor, progress: Progress) -> list[Result]:
-    """Runs the jobs that have no result in the folder. Returns all results in the order of the jobs."""
+def play_all(
+    jobs: Iterable[Job],
+    folder: Path,
+    pool: Executor,
+    progress: Progress,
+    cost: Callable[[Job], float] = lambda job: 1.0,
+) -> list[Result]:
+    """Runs the jobs that have no result in the folder. Returns all results in the order of the jobs.
+
+    ``cost`` says how long a job takes relative to others, for the progress.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     wanted = list(jobs)
     missing = [job for job in wanted if not (folder / f"{job.key}.json").exists()]
-    done = len(wanted) - len(missing)
-    progress(done / max(1, len(wanted)), f"{done} of {len(wanted)} runs")
-    for future in as_completed([pool.submit(_play, job, folder) for job in missing]):
+    left, all_costs, done = sum(map(cost, missing)), sum(map(cost, wanted)) or 1.0, len(wanted) - len(missing)
+    progress(1 - left / all_costs, f"{done} of {len(wanted)} runs")
+    futures = {pool.submit(_play, job, folder): job for job in missing}
+    for future in as_completed(futures):
         future.result()
-        done += 1
-        progress(done / len(wanted), f"{done} of {len(wanted)} runs")
+        left, done = left - cost(futures[future]), done + 1
+        progress(1 - left / all_costs, f"{done} of {len(wanted)} runs")
     return [_read(job, folder) for job in wanted]
 
 

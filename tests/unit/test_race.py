@@ -48,7 +48,7 @@ def played(monkeypatch):
     def fake(speed):
         stages = []
 
-        def play_all(jobs, folder, pool, progress):
+        def play_all(jobs, folder, pool, progress, cost):
             jobs = list(jobs)
             stages.append(jobs)
             budget = [float(w.partition("=")[2]) for job in jobs for w in job.common if w.startswith("budget.seconds")]
