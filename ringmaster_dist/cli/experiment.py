@@ -13,7 +13,9 @@ from ringmaster_dist.cli.parser import Parser, several, whole
 from ringmaster_dist.config.errors import UserError
 
 if TYPE_CHECKING:
+    from ringmaster_dist.experiment.machines import Machines
     from ringmaster_dist.experiment.plan import Plan
+    from ringmaster_dist.experiment.runner import Progress, Result
 
 _SIZES = {  # of each experiment, the default first
     "quadratic": ("full", "smoke"),
@@ -21,6 +23,7 @@ _SIZES = {  # of each experiment, the default first
     "auto": ("full", "smoke"),
     "radii": ("full", "smoke"),
     "steps": ("full", "smoke"),
+    "machines": ("full", "smoke", "six"),
 }
 
 
@@ -54,35 +57,60 @@ def run_experiment(arguments: Namespace, overrides: list[str]) -> int:
                  size=smoke   a small version
       steps      size=full    the step size by method and geometry on the tiny model: what method.eta=null means
                  size=smoke   a small version
+      machines   size=full    seconds to a target loss of the automatic choices versus the best of the other methods,
+                              each tuned, on 8 and 32 workers with five kinds of speeds and three problems; an hour and
+                              a half on two cores. regimes= also takes a part of a cell's name, or several
+                 size=smoke   a small version
+                 size=six     a picture of six machines before and after the automatic choices; a minute
     """
     from rich.console import Console
 
-    from ringmaster_dist.experiment import results, runner
+    from ringmaster_dist.experiment import before_after
     from ringmaster_dist.observe.console import ProgressLine
 
-    plan = _plan(arguments)
-    folder = arguments.dir or Path(f"runs/{arguments.name}-{plan.size}")
+    size = _size(arguments)
+    folder = arguments.dir or Path(f"runs/{arguments.name}-{size}")
     began, line = time.monotonic(), ProgressLine(Console(file=sys.stderr))
     try:
-        outcome = runner.run(plan, folder, arguments.jobs, line.show)
+        if size == "six":
+            print(f"files: {before_after.make(folder, line.show)}")
+            return 0
+        results, paths, summary = _played(_plan(arguments, size), folder, arguments.jobs, line.show)
     finally:
         line.close()
-    paths = results.write(outcome, folder)
-    print(results.summary(outcome))
-    runs = len(outcome.tuning) + len(outcome.final)
-    compute = sum(r.wall_seconds for r in (*outcome.tuning, *outcome.final))
-    print(f"{runs} runs, {compute / 60:.1f} min of simulation, {(time.monotonic() - began) / 60:.1f} min this time")
+    print(summary)
+    compute = sum(result.wall_seconds for result in results)
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(results)} runs, {compute / 60:.1f} min of simulation, {minutes:.1f} min this time")
     print("files: " + ", ".join(map(str, paths)))
     return 0
 
 
-def _plan(arguments: Namespace) -> Plan:
-    from ringmaster_dist.experiment import plan
+def _played(plan: Plan | Machines, folder: Path, jobs: int, show: Progress) -> tuple[list[Result], list[Path], str]:
+    """Runs the plan and writes its files. Returns the results, the files and the summary."""
+    from ringmaster_dist.experiment import race, results, runner, standings
+    from ringmaster_dist.experiment.machines import Machines
 
+    if isinstance(plan, Machines):
+        raced = race.run(plan, folder, jobs, show)
+        return [*raced.tuning, *raced.final], standings.write(raced, folder), standings.summary(raced)
+    outcome = runner.run(plan, folder, jobs, show)
+    return [*outcome.tuning, *outcome.final], results.write(outcome, folder), results.summary(outcome)
+
+
+def _size(arguments: Namespace) -> str:
     sizes = _SIZES[arguments.name]
-    size = arguments.size or sizes[0]
+    size: str = arguments.size or sizes[0]
     if size not in sizes:
         raise UserError(f"size={size}: {arguments.name} has {', '.join(sizes)}")
+    return size
+
+
+def _plan(arguments: Namespace, size: str) -> Plan | Machines:
+    from ringmaster_dist.experiment import machines, plan
+
+    if arguments.name == "machines":
+        return machines.machines(size, arguments.seeds).only(arguments.regimes)
     if arguments.name == "nanochat":
         chosen = plan.nanochat(size, arguments.seeds, arguments.workers)
     else:

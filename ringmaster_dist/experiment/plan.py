@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -19,9 +19,23 @@ GEOMETRIES = ("muon", "scion", "euclidean", "sign")
 ONE_ETA, RADII, BASELINE = "one eta", "radii", "Muon + AdamW"
 RATE = "rate."  # the prefix of keys in the baseline's grid, the learning rates of the roles
 _EQUAL = [f"geometry.radius.{role}=1" for role in ("matrix", "embedding", "output", "scalar")]
+PROBLEMS = ("scion", "muon", "quadratic")  # of the experiment ``machines``: NanoChat in two geometries, the quadratic
+
+
+class Automatic(NamedTuple):
+    """A contender that chooses something itself during the run."""
+
+    overrides: tuple[str, ...]
+    problems: tuple[str, ...] = PROBLEMS  # where it makes sense
+
+
+# Each line here is a contender of the experiment ``machines``, in its tables and in its figure.
+AUTOMATIC = {
+    AUTO: Automatic(("method=ringmaster", "method.threshold=auto")),
+}
 # The overrides of a contender whose name is not that of a method.
-_CONTENDERS = {
-    AUTO: ["method=ringmaster", "method.threshold=auto"],
+_CONTENDERS: dict[str, Sequence[str]] = {
+    **{name: automatic.overrides for name, automatic in AUTOMATIC.items()},
     ONE_ETA: ["method=ringmaster", "geometry=scion", *_EQUAL],
     RADII: ["method=ringmaster", "geometry=scion"],
     BASELINE: ["method=ringmaster", "geometry=scion", "method.eta=1"],
@@ -38,6 +52,12 @@ _REGIMES = {
 
 def _powers(low: int, high: int) -> list[float]:
     return [5.0**power for power in range(low, high + 1)]
+
+
+def choices(grid: Mapping[str, Sequence[float]]) -> Iterator[tuple[str, ...]]:
+    """Every combination of the values in a grid, as overrides."""
+    for values in product(*grid.values()):
+        yield tuple(f"{key}={value:.10g}" for key, value in zip(grid, values, strict=True))
 
 
 class Job(NamedTuple):
@@ -81,8 +101,7 @@ class Plan(NamedTuple):
     def tuning(self) -> Iterator[Job]:
         for regime in self.regimes:
             for method, grid in self.grids.items():
-                for values in product(*grid.values()):
-                    chosen = tuple(f"{key}={value:.10g}" for key, value in zip(grid, values, strict=True))
+                for chosen in choices(grid):
                     yield Job(regime, method, chosen, 0, self._shared(regime))
 
     def final(self, job: Job) -> Iterator[Job]:

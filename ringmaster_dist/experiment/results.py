@@ -63,7 +63,7 @@ def summary(outcome: Outcome) -> str:
             "|---|---|---|---|---|---|",
         ]
         for method in ranked:
-            chosen = " ".join(_short(word) for word in outcome.winners[regime, method].overrides)
+            chosen = " ".join(short(word) for word in outcome.winners[regime, method].overrides)
             ratio = times[method] / times[reference] if times[reference] else math.nan
             ends = [r.final for r in _curves(outcome, regime, method)]
             lines.append(
@@ -74,7 +74,7 @@ def summary(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _short(word: str) -> str:
+def short(word: str) -> str:
     """``embedding=60`` for ``geometry.radius.embedding=60``."""
     return word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2]
 
@@ -96,7 +96,7 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
                 continue
             seconds = np.array([time for time, _ in min(curves, key=len)])
             values = np.array([np.interp(seconds, *np.array(curve).T) for curve in curves])  # (seeds, seconds)
-            chosen = ", ".join(_short(word) for word in outcome.winners[regime, method].overrides)
+            chosen = ", ".join(short(word) for word in outcome.winners[regime, method].overrides)
             axis.plot(seconds, np.median(values, axis=0), color=_COLOURS.get(method), label=f"{method} ({chosen})")
             axis.fill_between(seconds, values.min(0), values.max(0), color=_COLOURS.get(method), alpha=0.2, linewidth=0)
         axis.set_title(_TITLES.get(regime, f"geometry={regime}" if regime in GEOMETRIES else f"{regime} delays"))

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "report"  # in a run directory
 _ASSETS = Path(__file__).parent / "assets"
-_COLOURS = {"accepted": "#1f9e89", "stale": "#e69f00", "invalid": "#d1495b", "interrupted": "#9467bd",
+COLOURS = {"accepted": "#1f9e89", "stale": "#e69f00", "invalid": "#d1495b", "interrupted": "#9467bd",
             "waiting": "#d5dae2"}  # fmt: skip
 _PALETTE = ("#3b7dd8", "#e69f00", "#1f9e89", "#cc79a7", "#d55e00", "#56b4e9", "#8c6d31", "#7f7f7f")
 _MOST_TIMELINES = 4  # runs whose workers are drawn
@@ -173,9 +173,9 @@ def _delays(data: dict[str, Any]) -> Any:
         low, base = run["delays"]["low"], [0.0] * len(run["delays"]["low"])
         for name in ("accepted", "stale", "invalid"):
             bars.bar(low, run["delays"][name], width=0.85 * run["delays"]["width"], bottom=base, align="edge" if
-                     run["delays"]["width"] > 1 else "center", color=_COLOURS[name], label=name)  # fmt: skip
+                     run["delays"]["width"] > 1 else "center", color=COLOURS[name], label=name)  # fmt: skip
             base = [a + b for a, b in zip(base, run["delays"][name], strict=True)]
-        for name, colour in (("mean", _PALETTE[0]), ("p95", _COLOURS["stale"]), ("max", _COLOURS["invalid"])):
+        for name, colour in (("mean", _PALETTE[0]), ("p95", COLOURS["stale"]), ("max", COLOURS["invalid"])):
             _plot(delay, run["over_time"]["time"], run["over_time"].get(f"delay_{name}", []), color=colour, lw=1.2,
                   label=name)  # fmt: skip
         _plot(delay, run["threshold"]["time"], run["threshold"]["value"], color="0.5", ls=":", label="threshold R")
@@ -194,20 +194,21 @@ def _workers(data: dict[str, Any]) -> Any:
     figure = Figure(figsize=(11.0, sum(heights) + 0.9), layout="constrained")
     grid = figure.subplots(len(heights), 2, squeeze=False, width_ratios=[4, 1], height_ratios=heights)
     for (axis, bars), run in zip(grid, runs, strict=False):
-        _timeline(axis, run, data["kinds"])
+        draw_timeline(axis, run, data["kinds"])
         shown = {worker: row for row, worker in enumerate(run["timeline"]["workers"])}
         listed = [worker for worker in run["workers"] if worker["worker"] in shown]
-        bars.barh([shown[w["worker"]] for w in listed], [100 * w["share"] for w in listed], color=_COLOURS["accepted"])
+        bars.barh([shown[w["worker"]] for w in listed], [100 * w["share"] for w in listed], color=COLOURS["accepted"])
         bars.set(title="share of accepted, %", ylim=axis.get_ylim(), yticks=[])
         bars.grid(visible=True, axis="x", alpha=0.25)
     grid[-1][0].set_xlabel("seconds")
-    handles = [Patch(color=_COLOURS[kind], label="stopped early" if kind == "interrupted" else kind)
+    handles = [Patch(color=COLOURS[kind], label="stopped early" if kind == "interrupted" else kind)
                for kind in data["kinds"]]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
     return figure
 
 
-def _timeline(axis: Any, run: dict[str, Any], kinds: tuple[str, ...]) -> None:
+def draw_timeline(axis: Any, run: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    """Draws a row for each worker: the shares of each moment that it spent on each kind of work."""
     import numpy as np
 
     timeline = run["timeline"]
@@ -216,7 +217,7 @@ def _timeline(axis: Any, run: dict[str, Any], kinds: tuple[str, ...]) -> None:
         base = np.full(len(shares[0]), row + 0.42)
         for kind, share in zip(kinds, shares, strict=True):
             top = base - 0.84 * np.array(share, dtype=float)
-            axis.stairs(top, edges, baseline=base, fill=True, color=_COLOURS[kind], lw=0)
+            axis.stairs(top, edges, baseline=base, fill=True, color=COLOURS[kind], lw=0)
             base = top
     workers = timeline["workers"]
     axis.set(

@@ -127,6 +127,7 @@ def test_a_seed_repeats_a_run_exactly(tmp_path):
         ["experiment", "cubic"],
         ["experiment", "quadratic", "size=huge"],
         ["experiment", "quadratic", "regimes=odd"],
+        ["experiment", "machines", "regimes=odd"],
         ["experiment", "quadratic", "seeds=0"],
         ["profile", "steps=1"],
         ["sample", "nowhere"],
@@ -348,6 +349,23 @@ def test_an_experiment_on_language_in_small(tmp_path):
     for contender in ("radii", "one eta", "Muon + AdamW"):
         assert f"| {contender} |" in done.stdout
     assert (tmp_path / "n/radii.png").exists()
+
+
+def test_a_race_is_reproduced_and_resumed(tmp_path):
+    """One cell in small: the stages, the tables and the figure, and the same bytes after runs were lost."""
+    command = ["experiment", "machines", "size=smoke", "seeds=1", "regimes=quadratic-change", "jobs=1"]
+    done = ringmaster(*command, f"dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "of 1 cells**" in done.stdout
+    assert "| quadratic | 4 | speeds change |" in done.stdout
+    assert (tmp_path / "machines.png").read_bytes()[:4] == b"\x89PNG"
+    tables = {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")}
+    assert set(tables) == {"machines.csv", "tuning.csv", "curves.csv"}
+    assert tables["machines.csv"].count(b"\n") == 1 + 3
+    for path in sorted((tmp_path / "runs").glob("*.json"))[::5]:
+        path.unlink()
+    assert ringmaster(*command, f"dir={tmp_path}").returncode == 0
+    assert {name: (tmp_path / name).read_bytes() for name in tables} == tables
 
 
 @pytest.mark.parametrize("plan", [plans.nanochat("smoke", 1, 8), plans.nanochat("full", 1, 32), plans.steps("full", 1)])

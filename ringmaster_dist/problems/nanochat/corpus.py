@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class Source:
     sha256: str = ""  # of the content, if it is known already
 
 
+@cache  # a process that makes many runs would spend much of its time on this
 def standard_library() -> list[Source]:
     """The source text of the Python that runs this program."""
     root = Path(sysconfig.get_paths()["stdlib"])
