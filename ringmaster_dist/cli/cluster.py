@@ -207,14 +207,12 @@ def run_advise(arguments: Namespace, overrides: list[str]) -> int:
 
 def _forecasts(times: Sequence[float], thresholds: Sequence[int], jitter: float) -> dict[str, Forecast]:
     """What each candidate would do on this cluster, by its name."""
-    from ringmaster_dist.algorithm.auto import AutoThreshold
     from ringmaster_dist.algorithm.methods import Method, Rennala, Synchronous
     from ringmaster_dist.algorithm.schedules import Constant
     from ringmaster_dist.simulation.forecast import forecast, horizon_of
 
     candidates: dict[str, Method] = {
         **{f"ringmaster R={r}": Method(Constant(0.1, 0.1, r)) for r in thresholds},
-        "ringmaster R=auto": AutoThreshold(Constant(0.1, 0.05)),
         "asynchronous": Method(Constant(0.1, 0.1, math.inf)),
         f"rennala B={len(times)}": Rennala(Constant(0.1, 0.1), len(times)),
         "synchronous": Synchronous(Constant(0.1, 0.1)),

@@ -163,7 +163,8 @@ def build_schedule(config: Config) -> Schedule:
     return schedule
 
 
-def build_method(config: Config) -> Method:
+def build_method(config: Config, layout: Layout | None = None) -> Method:
+    """The method. An automatic threshold needs the layout to look at gradients; without it there is no limit."""
     schedule = build_schedule(config)
     if config.method.name == "rennala":
         assert config.method.batch is not None
@@ -172,7 +173,9 @@ def build_method(config: Config) -> Method:
         return Synchronous(schedule)
     if config.method.name == "delay_adaptive":
         return DelayAdaptive(schedule)
-    return AutoThreshold(schedule) if config.method.threshold == "auto" else Method(schedule)
+    if config.method.threshold == "auto":
+        return AutoThreshold(schedule, layout, config.run.seed)
+    return Method(schedule)
 
 
 def build_layout(config: Config, problem: Problem) -> Layout:
@@ -212,7 +215,7 @@ def build_core(config: Config, problem: Problem, run: Path | None = None) -> Ser
     initial = problem.initial(config.run.seed)
     if run is not None and config.init:
         initial = _given(run / INITIAL, layout, problem)
-    return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype)
+    return ServerCore(initial, build_method(config, layout), update, build_wire(config).gradient_dtype)
 
 
 def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:

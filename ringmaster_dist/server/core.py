@@ -217,6 +217,7 @@ class ServerCore:
         if problem:
             return self._refuse(record, sequence, delay, problem)
         self.method.observe(worker_id, compute_seconds)
+        self.method.inspect(gradient, shared)
         self.accepted += 1
         record.accepted += 1
         self._decide(gradient, self.method.admit(worker_id, self.live), delay)

@@ -334,7 +334,7 @@ class Service:
     def _record(self, worker: int, member: Member, version: int, push: Push, receipt: Receipt) -> None:
         self._journal.arrival(self.seconds, worker, push, receipt)
         for change in self.core.method.changes():
-            log.info("server v=%d threshold %d: %s", change.version, change.threshold, change.reason)
+            log.info("server v=%d threshold %s: %s", change.version, change.threshold or "none", change.reason)
             self._journal.change(self.seconds, change)
         if receipt.verdict is Verdict.ACCEPTED:
             member.used_seconds += push.compute_seconds
