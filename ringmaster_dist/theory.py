@@ -45,16 +45,6 @@ def useful_workers(seconds: Sequence[float] | NDArray[np.float64], threshold: in
     return 1 + int(np.argmin(means * (1.0 + threshold / np.arange(1, means.size + 1))))
 
 
-def sufficient_threshold(seconds: Sequence[float] | NDArray[np.float64], slack: float) -> int:
-    """The smallest R whose guaranteed time per update, ``t(R)/R``, is at most ``slack`` times that of R = infinity."""
-    means = harmonic_means(seconds)
-    shares = means / np.arange(1, means.size + 1)  # H_m/m, the limit of t(R)/2R for large R
-    room = slack * shares.min() - shares
-    with np.errstate(divide="ignore"):
-        needed = np.where(room > 0, means / room, np.inf)
-    return max(1, math.ceil(float(needed.min()) * (1 - 1e-12)))
-
-
 def seconds_of_updates_at(
     work: Callable[[float], NDArray[np.float64]], threshold: int, start: float, horizon: float = 1e9
 ) -> float:

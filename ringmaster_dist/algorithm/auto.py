@@ -1,117 +1,151 @@
-"""``method.threshold=auto``: the method chooses the threshold during the run, from the compute times of the workers.
+"""``method.threshold=auto``: the method finds out during the run which gradients are too stale.
 
-The rule is the trade-off of the paper's bounds. By Theorem 1, delays below ``1/alpha`` cost nothing in iterations, so
-that is the largest R. By the lemma that R updates take at most t(R), a threshold guarantees some pace. Once it
-guarantees half of the best possible pace, a larger threshold mostly adds older gradients. So R is the smallest such
-threshold, and at most ``1/alpha``.
+Two stochastic gradients of neighbouring versions differ, mostly because of their noise. Two gradients whose versions
+are further apart differ more, because the iterate has moved between them. A gradient is too stale if it differs clearly
+more from a fresh one than two fresh ones differ from each other. While noise dominates, as in language models,
+gradients of any age help, and R has no limit. Where gradients have little noise, averaging is useless, and R is small.
 
-Times come only from the pushes, in the order of their arrival. No clock is read, so a replay of the same arrivals
-chooses the same thresholds. The time that has passed is the compute time of the busiest worker. The time of a worker is
-the median of its last few. If a worker is silent although it had the chance to deliver (R updates took clearly longer
-than its median), its speed has changed and its times are forgotten. A worker that is always interrupted before it
-finishes is silent too. So at first, and from time to time while a worker is silent, R is at its largest for a while, to
-listen.
+The method measures this with sketches of the accepted gradients. It needs the version at which a gradient was computed,
+but not that the gradient was late. So it knows the effect of delays that no worker has. A worker whose gradients are
+too stale is accepted again as soon as gradients of that age help again. Differences are averaged by the octave of the
+distance in versions: 0 and 1 (neighbours), 2 and 3, 4 to 7, and so on. The first octave with too much difference ends
+the delays that are accepted. The step of a gradient is ``eta / sqrt(1 + delay)``, because the eta of Theorem 1 falls
+with the square root of R.
 
-From one update to the next R grows by at most 1, so a stale gradient stays stale. It may fall by any amount.
+Only accepted gradients and their versions count, so a replay of the same arrivals chooses the same thresholds. From one
+update to the next R grows by at most 1, so a stale gradient stays stale. It may fall by any amount.
 """
 
 from __future__ import annotations
 
+import base64
 import math
-import statistics
-from collections import deque
-from collections.abc import Sequence, Set
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
+from ringmaster_dist.algorithm.layout import Layout
 from ringmaster_dist.algorithm.methods import Change, Method
 from ringmaster_dist.algorithm.schedules import Schedule
-from ringmaster_dist.theory import sufficient_threshold
+from ringmaster_dist.algorithm.sketch import Sketch, Sketcher, difference
 
-SLACK = 2.0  # a guaranteed time per update of this many times the best is good enough
-_REMEMBERED = 5  # compute times per worker
-_CLEARLY = 1.5  # "clearly longer" is this factor
-_WORKERS_PER_UPDATE = 64  # a choice looks at all workers, so it is made less often if there are many
-_LISTEN, _LISTEN_EVERY = 2, 20  # updates, in multiples of the largest threshold
+TOO_DIFFERENT = 1.5  # times the difference of neighbours
+_LEAST_DIFFERENCE = 1e-4  # neighbours that differ by less are taken to differ by this much
+_OCTAVES = 14  # distances of up to 2**14 - 1 versions are measured
+_MEMORY = 100  # a mean difference is over about this many gradients
+_CHOOSE_EVERY = 10  # updates
+_LEAST_WEIGHT = 0.1  # of a mean, before it counts: about 10 gradients
+
+
+class _Kept(NamedTuple):
+    """A gradient that later ones are compared with."""
+
+    number: int  # of the gradient among the accepted ones
+    version: int  # at which it was computed
+    sketch: Sketch
 
 
 class AutoThreshold(Method):
-    """Ringmaster with a threshold that it chooses itself."""
+    """Ringmaster with a threshold that it chooses itself.
 
-    def __init__(self, schedule: Schedule) -> None:
+    Without a layout it sees no gradients. Then R has no limit.
+    """
+
+    def __init__(self, schedule: Schedule, layout: Layout | None = None, seed: int = 0) -> None:
         super().__init__(schedule)
-        self._most = max(1, round(1.0 / schedule.alpha(0)))
-        self._threshold = self._target = self._most
+        self._sketcher = None if layout is None else Sketcher(layout, seed)
+        self._threshold = math.inf
+        self._target = math.inf  # the threshold falls to it at once, and rises to it by 1 per update
         self._updates = 0
-        self._listen_until = _LISTEN * self._most
-        self._clock = 0.0  # a lower bound of the seconds that have passed
-        self._recent: deque[float] = deque([0.0], maxlen=self._most + 1)  # the clock at the last updates
-        self._heard: dict[int, float] = {}  # the clock at the last push of each worker
-        self._times: dict[int, deque[float]] = {}
+        self._kept: list[_Kept] = []  # the newest last; the older, the fewer
+        self._means = [0.0] * _OCTAVES  # of the differences by octave, times the weight
+        self._weights = [0.0] * _OCTAVES  # of the means: from 0 without a gradient to 1 after many
         self._changes: list[Change] = []
 
     def threshold(self, version: int) -> float:
         return self._threshold
 
-    def observe(self, worker_id: int, seconds: float) -> None:
-        if not (math.isfinite(seconds) and seconds > 0):
-            return
-        self._clock = max(self._heard.get(worker_id, 0.0) + seconds, self._clock)
-        self._heard[worker_id] = self._clock
-        self._times.setdefault(worker_id, deque(maxlen=_REMEMBERED)).append(seconds)
+    def eta(self, version: int, delay: int, num_live: int) -> float:
+        return self.schedule.eta(version) / math.sqrt(1 + delay)
 
-    def admit(self, worker_id: int, live: Set[int]) -> int:
+    def inspect(self, gradient: torch.Tensor, version: int) -> None:
         self._updates += 1
-        self._recent.append(self._clock)
-        if self._updates % (1 + len(live) // _WORKERS_PER_UPDATE) == 0:
-            self._choose(live)
+        if self._sketcher is None:
+            return
+        sketch = self._sketcher.sketch(gradient)
+        self._measure(sketch, version)
+        self._keep(_Kept(self._updates, version, sketch))
+        if self._updates % _CHOOSE_EVERY == 0:
+            self._choose()
         self._threshold = min(self._target, self._threshold + 1)
-        return super().admit(worker_id, live)
 
     def changes(self) -> Sequence[Change]:
         changes, self._changes = self._changes, []
         return changes
 
-    def _choose(self, live: Set[int]) -> None:
-        self._forget_the_changed()
-        times = [statistics.median(self._times[worker]) for worker in live if worker in self._times]
-        silent = len(live) - len(times)
-        if silent and self._updates >= self._listen_until + _LISTEN_EVERY * self._most:
-            self._listen_until = self._updates + _LISTEN * self._most
-        if not times or (silent and self._updates < self._listen_until):
-            self._aim(self._most, f"listening for {silent} silent workers")
-            return
-        enough = sufficient_threshold(times, SLACK)
-        bound = f"half the best pace needs {enough}"
-        if enough > self._most:
-            bound += f", the momentum allows {self._most}"
-        self._aim(min(enough, self._most), f"{len(times)} workers, {min(times):.3g} to {max(times):.3g} s: {bound}")
+    def _measure(self, sketch: Sketch, version: int) -> None:
+        """Compares a gradient with the kept ones. All that are in one octave count as one comparison."""
+        by_octave: dict[int, list[float]] = {}
+        for kept in self._kept:
+            octave = max(1, abs(version - kept.version)).bit_length() - 1
+            if octave < _OCTAVES:
+                by_octave.setdefault(octave, []).append(difference(sketch, kept.sketch))
+        for octave, found in by_octave.items():
+            self._means[octave] += (sum(found) / len(found) - self._means[octave]) / _MEMORY
+            self._weights[octave] += (1.0 - self._weights[octave]) / _MEMORY
 
-    def _forget_the_changed(self) -> None:
-        window = self._clock - self._recent[-min(self._threshold + 1, len(self._recent))]
-        for worker, times in list(self._times.items()):
-            had_the_chance = window > _CLEARLY * statistics.median(times)
-            if had_the_chance and self._clock - self._heard[worker] > 2 * window:
-                del self._times[worker]
+    def _keep(self, new: _Kept) -> None:
+        """Adds a gradient. Of those that are 2**n to 2**(n + 1) - 1 gradients old, two are kept."""
+        self._kept = [kept for kept in self._kept if _is_kept(kept.number, new.number - kept.number)]
+        self._kept.append(new)
 
-    def _aim(self, target: int, reason: str) -> None:
+    def _choose(self) -> None:
+        means = [
+            mean / weight if weight >= _LEAST_WEIGHT else math.nan
+            for mean, weight in zip(self._means, self._weights, strict=True)
+        ]
+        neighbours = max(means[0], _LEAST_DIFFERENCE) if not math.isnan(means[0]) else math.inf
+        for octave in range(1, _OCTAVES):
+            ratio = means[octave] / neighbours
+            if ratio > TOO_DIFFERENT:
+                first, last = 2**octave, 2 ** (octave + 1) - 1
+                self._aim(first - 1, f"gradients that are {first} to {last} versions apart differ {ratio:.2f} times "
+                                     f"as much as neighbours, and {TOO_DIFFERENT} times is allowed")  # fmt: skip
+                return
+        self._aim(math.inf, f"gradients differ at most {TOO_DIFFERENT} times as much as neighbours at any distance")
+
+    def _aim(self, target: float, reason: str) -> None:
         if target != self._target:
             self._target = target
-            self._changes.append(Change(self._updates, target, reason))
+            self._changes.append(Change(self._updates, None if math.isinf(target) else int(target), reason))
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "threshold": self._threshold,
-            "target": self._target,
+            "threshold": None if math.isinf(self._threshold) else self._threshold,
+            "target": None if math.isinf(self._target) else self._target,
             "updates": self._updates,
-            "listen_until": self._listen_until,
-            "clock": self._clock,
-            "recent": list(self._recent),
-            "workers": [[w, heard, list(self._times.get(w, ()))] for w, heard in self._heard.items()],
+            "means": list(self._means),
+            "weights": list(self._weights),
+            "kept": [[kept.number, kept.version, _text_of(kept.sketch)] for kept in self._kept],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._threshold, self._target, self._clock = state["threshold"], state["target"], state["clock"]
-        self._updates, self._listen_until = state["updates"], state["listen_until"]
-        self._recent = deque(state["recent"], maxlen=self._most + 1)
-        self._heard = {worker: heard for worker, heard, _ in state["workers"]}
-        self._times = {w: deque(times, maxlen=_REMEMBERED) for w, _, times in state["workers"] if times}
+        self._threshold = math.inf if state["threshold"] is None else state["threshold"]
+        self._target = math.inf if state["target"] is None else state["target"]
+        self._updates, self._means, self._weights = state["updates"], list(state["means"]), list(state["weights"])
+        self._kept = [_Kept(number, version, _sketch_of(text)) for number, version, text in state["kept"]]
+
+
+def _is_kept(number: int, age: int) -> bool:
+    step = 1 << max(0, age.bit_length() - 2)
+    return age < 2**_OCTAVES and number % step == 0
+
+
+def _text_of(sketch: Sketch) -> str:
+    return base64.b64encode(sketch.astype("<i2").tobytes()).decode("ascii")
+
+
+def _sketch_of(text: str) -> Sketch:
+    return np.frombuffer(base64.b64decode(text), dtype="<i2").astype(np.float64)

@@ -3,13 +3,15 @@
 The server core owns the loop, the delay, the state and the arithmetic. A method says whether a gradient is accepted
 (``threshold``: if and only if its delay is below; ``refusal``: whether this worker may contribute at all), whether it
 completes an update (``admit``, ``complete_without``: how many gradients are averaged), and how long the step is
-(``eta``, ``alpha``). A method holds counts and no tensors.
+(``eta``, ``alpha``). A method holds counts, and at most a few small arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
+
+import torch
 
 from ringmaster_dist.algorithm.schedules import Schedule
 
@@ -28,7 +30,7 @@ class Change(NamedTuple):
     """A threshold that was chosen during the run, and why."""
 
     version: int  # the threshold is in force, or approached, from this update on
-    threshold: int
+    threshold: int | None  # None if there is no limit
     reason: str
 
 
@@ -52,7 +54,13 @@ class Method:
     def observe(self, worker_id: int, seconds: float) -> None:
         """Receives the compute time of a gradient, accepted or stale.
 
-        A method may decide by these times only, so that a replay makes the same decisions.
+        A method may decide by these times and by accepted gradients only, so that a replay makes the same decisions.
+        """
+
+    def inspect(self, gradient: torch.Tensor, version: int) -> None:
+        """Receives an accepted gradient, (size,) as it arrived, and the version at which it was computed.
+
+        This is called with the verdict, so it must be quick. The update may be computed later.
         """
 
     def changes(self) -> Sequence[Change]:

@@ -229,7 +229,6 @@ def _forecasts(
     times: Sequence[float], thresholds: Sequence[int], jitter: float, rows_bounds: tuple[int, int, int] | None
 ) -> dict[str, Forecast]:
     """What each candidate would do on this cluster, by its name. Some assign rows by speed, if there are bounds."""
-    from ringmaster_dist.algorithm.auto import AutoThreshold
     from ringmaster_dist.algorithm.methods import Method, Rennala, Synchronous
     from ringmaster_dist.algorithm.rows import RowsBySpeed
     from ringmaster_dist.algorithm.schedules import Constant
@@ -237,7 +236,6 @@ def _forecasts(
 
     candidates: dict[str, Method] = {
         **{_candidate(r, by_speed=False): Method(Constant(0.1, 0.1, r)) for r in thresholds},
-        "ringmaster R=auto": AutoThreshold(Constant(0.1, 0.05)),
         "asynchronous": Method(Constant(0.1, 0.1, math.inf)),
         f"rennala B={len(times)}": Rennala(Constant(0.1, 0.1), len(times)),
         "synchronous": Synchronous(Constant(0.1, 0.1)),

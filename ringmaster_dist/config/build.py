@@ -166,7 +166,8 @@ def build_schedule(config: Config) -> Schedule:
     return schedule
 
 
-def build_method(config: Config) -> Method:
+def build_method(config: Config, layout: Layout | None = None) -> Method:
+    """The method. An automatic threshold needs the layout to look at gradients; without it there is no limit."""
     schedule = build_schedule(config)
     if config.method.name == "rennala":
         assert config.method.batch is not None
@@ -175,7 +176,9 @@ def build_method(config: Config) -> Method:
         return Synchronous(schedule)
     if config.method.name == "delay_adaptive":
         return DelayAdaptive(schedule)
-    return AutoThreshold(schedule) if config.method.threshold == "auto" else Method(schedule)
+    if config.method.threshold == "auto":
+        return AutoThreshold(schedule, layout, config.run.seed)
+    return Method(schedule)
 
 
 def build_rows_by_speed(config: Config, problem: Problem) -> RowsBySpeed | None:
@@ -234,7 +237,7 @@ def build_core(
     if run is not None and config.init:
         initial = _given(run / INITIAL, layout, problem)
     rows = build_rows_by_speed(config, problem)
-    return ServerCore(initial, build_method(config), update, build_wire(config).gradient_dtype, rows)
+    return ServerCore(initial, build_method(config, layout), update, build_wire(config).gradient_dtype, rows)
 
 
 def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:

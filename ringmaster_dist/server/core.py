@@ -236,6 +236,7 @@ class ServerCore:
         if problem:
             return self._refuse(record, sequence, delay, problem)
         self._observe(worker_id, compute_seconds, rows, accepted=True)
+        self.method.inspect(gradient, shared)
         self.accepted += 1
         record.accepted += 1
         weight = 1.0 if self.rows is None else self.rows.weight(rows)

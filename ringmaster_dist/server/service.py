@@ -347,7 +347,7 @@ class Service:
     def _record(self, worker: int, member: Member, version: int, push: Push, receipt: Receipt) -> None:
         self._journal.arrival(self.seconds, worker, push, receipt)
         for change in self.core.method.changes():
-            log.info("server v=%d threshold %d: %s", change.version, change.threshold, change.reason)
+            log.info("server v=%d threshold %s: %s", change.version, change.threshold or "none", change.reason)
             self._journal.change(self.seconds, change)
         for new in self.core.rows.changes() if self.core.rows is not None else ():
             log.info("worker-%d v=%d takes %d rows: %s", new.worker, new.version, new.rows, new.reason)

@@ -1,103 +1,130 @@
-"""The automatic threshold: its rule, its pace, changing speeds, and its state."""
+"""The automatic threshold: what it measures, where it puts the limit, the step of a late gradient, and its state."""
 
 import itertools
+import json
 import math
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringmaster_dist.algorithm.auto import AutoThreshold
-from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
+from ringmaster_dist.algorithm.auto import TOO_DIFFERENT, AutoThreshold
+from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
 from ringmaster_dist.algorithm.schedules import Constant
+from ringmaster_dist.algorithm.sketch import Sketcher, difference
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.simulator import Simulator
-from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
-from ringmaster_dist.theory import seconds_of_updates, sufficient_threshold
+from ringmaster_dist.simulation.speeds import Speeds
 
-TIMES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12)
-
-
-@given(TIMES, st.floats(1.2, 4.0))
-@settings(max_examples=200, deadline=None)
-def test_the_sufficient_threshold_is_the_smallest_sufficient_one(times, slack):
-    chosen = sufficient_threshold(times, slack)
-    best = 2 / sum(1 / t for t in times)  # seconds per update that R = infinity guarantees
-
-    def per_update(threshold):
-        return seconds_of_updates(times, threshold) / threshold
-
-    assert per_update(chosen) <= slack * best * (1 + 1e-9)
-    if chosen > 1:
-        assert per_update(chosen - 1) > slack * best * (1 - 1e-9)
+LAYOUT = Layout([Parameter("a", (40, 30), "matrix"), Parameter("b", (500,), "scalar")], GEOMETRY_MAPS["scion"])
 
 
-def played(times, seconds, *, alpha=0.05, phases=(), interrupt=True, seed=0, jitter=0.05):
-    """Simulates a run. Returns the threshold after each update, and the reasons."""
-    problem = Quadratic(3)
-    layout = Layout(problem.parameters, GEOMETRY_MAPS["euclidean"])
-    method = AutoThreshold(Constant(0.1, alpha))
-    core = ServerCore(problem.initial(0), method, Update(layout, dtype=problem.dtype))
-    rates = Rates.from_phases(list(phases), len(times)) if phases else None
-    simulator = Simulator(core, problem, Speeds(times, jitter=jitter, seed=seed, rates=rates), interrupt=interrupt)
-    thresholds, changes = [method.threshold(0)], []
-    while simulator.now < seconds:
-        simulator.run(updates=core.version + 1, seconds=seconds)
-        thresholds.append(method.threshold(core.version))
-        changes += [(simulator.now, change) for change in method.changes()]
-    return thresholds, changes, core
+def turning(period, noise, seed=0, first=0):
+    """Gradients of an iterate that turns: their angle is proportional to their version. Each has noise of its own."""
+    plane = np.random.default_rng(7).normal(size=(2, LAYOUT.size))
+    generator = np.random.default_rng(seed)
+    for version in itertools.count(first):
+        angle = 2 * math.pi * version / period
+        clean = math.cos(angle) * plane[0] + math.sin(angle) * plane[1]
+        yield torch.from_numpy(clean + noise * generator.normal(size=LAYOUT.size)).float()
 
 
-@given(TIMES, st.sampled_from([0.05, 0.2, 1.0]), st.booleans(), st.integers(0, 5))
-@settings(max_examples=40, deadline=None)
-def test_the_threshold_rises_by_at_most_one_up_to_the_limit_of_the_momentum(times, alpha, interrupt, seed):
-    thresholds, _, core = played(times, 30 * min(times), alpha=alpha, interrupt=interrupt, seed=seed)
+def settled(period, noise, updates=400):
+    method = AutoThreshold(Constant(0.1, 0.05), LAYOUT)
+    thresholds = [method.threshold(0)]
+    for version, gradient in zip(range(updates), turning(period, noise), strict=False):
+        method.inspect(gradient, version)
+        thresholds.append(method.threshold(version + 1))
+    return method, thresholds
+
+
+def test_the_difference_of_two_gradients_is_one_minus_their_cosine_block_by_block():
+    sketcher = Sketcher(LAYOUT, 0)
+    one, other = torch.randn(2, LAYOUT.size, generator=torch.Generator().manual_seed(0))
+    blocks = [slice(block.start, block.stop) for block in LAYOUT.blocks]
+    scaled = one.clone()
+    for factor, block in zip((1e-3, 1e5), blocks, strict=True):
+        scaled[block] *= factor
+    assert difference(sketcher.sketch(one), sketcher.sketch(scaled)) == pytest.approx(0.0, abs=1e-3)
+    assert difference(sketcher.sketch(one), sketcher.sketch(-one)) == pytest.approx(2.0, abs=1e-3)
+    assert difference(sketcher.sketch(one), sketcher.sketch(other)) == pytest.approx(1.0, abs=0.1)
+    mixed = sketcher.sketch(0.6 * one + 0.8 * other)
+    assert difference(sketcher.sketch(one), mixed) == pytest.approx(0.4, abs=0.1)
+    assert difference(sketcher.sketch(torch.zeros(LAYOUT.size)), mixed) == 1.0
+
+
+@pytest.mark.parametrize(("period", "noise"), [(100, 0.1), (100, 0.5), (400, 0.5), (400, 1.0)])
+def test_the_limit_is_where_gradients_differ_too_much(period, noise):
+    """Of a turning iterate the difference at any distance is known: one minus the cosine, and the noise."""
+    _, thresholds = settled(period, noise)
+
+    def difference_at(distance):
+        return 1 - math.cos(2 * math.pi * distance / period) / (1 + noise**2)
+
+    first = next(d for d in range(1, period) if difference_at(d) > TOO_DIFFERENT * difference_at(1))
+    assert first / 4 <= thresholds[-1] <= 2 * first
+
+
+def test_noise_that_hides_the_movement_leaves_no_limit():
+    method, thresholds = settled(period=100, noise=3.0)
+    assert thresholds[-1] == math.inf
+    assert not method.changes()
+
+
+def test_almost_equal_gradients_are_never_stale():
+    """Without noise every difference is movement, but this one is too small to matter."""
+    assert settled(period=1e5, noise=0.0)[1][-1] == math.inf
+
+
+@given(st.lists(st.tuples(st.integers(10, 60), st.sampled_from([20, 200, 1e5]), st.sampled_from([0.1, 3.0]))))
+@settings(max_examples=20, deadline=None)
+def test_a_stale_gradient_stays_stale(parts):
+    """However the gradients change, the threshold rises by at most 1 per update, and is at least 1."""
+    method, version, thresholds = AutoThreshold(Constant(0.1, 0.05), LAYOUT), 0, []
+    for updates, period, noise in parts:
+        for gradient in itertools.islice(turning(period, noise, version, version), updates):
+            method.inspect(gradient, version)
+            version += 1
+            thresholds.append(method.threshold(version))
     assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(thresholds))
-    assert all(1 <= threshold <= round(1 / alpha) for threshold in thresholds)
-    assert core.accepted > 0
+    assert all(threshold >= 1 for threshold in thresholds)
 
 
-@pytest.mark.parametrize("times", [[1.0] * 6, [1.0, 2, 3, 4, 5, 6, 7, 8], [1.0, 1, 20, 20, 20]])
-def test_the_threshold_settles_where_the_rule_says(times):
-    thresholds, _, _ = played(times, 100.0)
-    heard = [t for t in times if t < 20]  # the others never finish within 1/alpha updates of the quick
-    assert thresholds[-1] == sufficient_threshold(heard, 2.0)
+@given(st.integers(0, 120), st.sampled_from([10, 50, 1e4]), st.integers(0, 20))
+@settings(max_examples=20, deadline=None)
+def test_the_threshold_continues_exactly_from_its_saved_state(saved_at, period, most_delay):
+    one = AutoThreshold(Constant(0.1, 0.1), LAYOUT, seed=3)
+    other = None
+    for number, gradient in zip(range(160), turning(period, 0.3), strict=False):
+        if number == saved_at:
+            other = AutoThreshold(Constant(0.1, 0.1), LAYOUT, seed=3)
+            other.load_state_dict(json.loads(json.dumps(one.state_dict(), allow_nan=False)))
+            one.changes()
+        for method in (one, other) if other else (one,):
+            method.inspect(gradient, max(0, number - (number * number) % (most_delay + 1)))
+    assert other is not None
+    assert one.state_dict() == other.state_dict()
+    assert one.changes() == other.changes()
 
 
-def test_the_threshold_follows_speeds_that_change():
-    """Six of eight workers become twenty times slower, and fast again later."""
-    slow = [Phase(100.0, 0.05, [2, 3, 4, 5, 6, 7]), Phase(300.0, 1.0, None)]
-    thresholds, changes, _ = played([1.0] * 8, 400.0, phases=slow)
-    in_force = {
-        moment: [c.threshold for at, c in changes if at <= moment][-1] for moment in (99.0, 299.0, 399.0)
-    }  # fmt: skip
-    assert in_force == {99.0: 8, 299.0: 2, 399.0: 8}
-    assert thresholds[-1] == 8
-    assert any("listening for" in change.reason for _, change in changes)
+def test_a_late_gradient_has_a_smaller_step():
+    method = AutoThreshold(Constant(0.1, 0.05))
+    assert [method.eta(5, delay, 4) for delay in (0, 3, 99)] == pytest.approx([0.1, 0.05, 0.01])
 
 
-def test_the_threshold_continues_exactly_from_its_saved_state():
-    one = AutoThreshold(Constant(0.1, 0.1))
-    arrivals = [(k % 3, 0.1 + 0.7 * (k % 3) + 0.01 * (k % 7)) for k in range(200)]
-    for count, (worker, seconds) in enumerate(arrivals):
-        if count == 90:
-            other = AutoThreshold(Constant(0.1, 0.1))
-            other.load_state_dict(one.state_dict())
-        for method in (one, other) if count >= 90 else (one,):
-            method.observe(worker, seconds)
-            method.admit(worker, {0, 1, 2, 3})
-        if count >= 90:
-            assert one.state_dict() == other.state_dict()
-
-
-@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -1.0, 0.0])
-def test_impossible_times_of_a_worker_are_ignored(nonsense):
-    method, sane = AutoThreshold(Constant(0.1, 0.1)), AutoThreshold(Constant(0.1, 0.1))
-    for k in range(60):
-        for one in (method, sane):
-            one.observe(k % 2, 1.0)
-            one.admit(k % 2, {0, 1})
-        method.observe(k % 2, nonsense)
-    assert method.state_dict() == sane.state_dict()
+@pytest.mark.parametrize(("noise", "uses_all"), [(0.0, False), (30.0, True)])
+def test_slow_workers_contribute_where_noise_dominates(noise, uses_all):
+    """Without noise the threshold leaves out who is slow. With much noise everyone is needed."""
+    problem = Quadratic(300, noise)
+    layout = Layout(problem.parameters, GEOMETRY_MAPS["euclidean"])
+    method = AutoThreshold(Constant(0.5, 0.05), layout)
+    core = ServerCore(problem.initial(0), method, Update(layout, dtype=problem.dtype))
+    Simulator(core, problem, Speeds([1.0] * 4 + [30.0] * 2)).run(seconds=400)
+    slow = [core.workers[worker].accepted for worker in (4, 5)]
+    assert (min(slow) >= 10) == uses_all
+    assert (method.threshold(core.version) > 100) == uses_all
+    assert (max(slow) < 10) != uses_all
