@@ -32,6 +32,9 @@ class Automatic(NamedTuple):
 # Each line here is a contender of the experiment ``machines``, in its tables and in its figure.
 AUTOMATIC = {
     AUTO: Automatic(("method=ringmaster", "method.threshold=auto")),
+    "auto, rows by speed": Automatic(
+        ("method=ringmaster", "method.threshold=auto", "cluster.batch=auto"), ("scion", "muon")
+    ),
 }
 # The overrides of a contender whose name is not that of a method.
 _CONTENDERS: dict[str, Sequence[str]] = {
