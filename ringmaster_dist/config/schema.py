@@ -163,7 +163,7 @@ class MethodConfig:
     eta: float = key(
         MISSING, "This is the step size; null takes what suits problem and geometry, see docs/choosing.md.", above=0)
     threshold: int | str | None = key(
-        "auto", "R: a gradient is accepted if its delay is below R, with 1 only fresh ones. auto finds R during the run "
+        "auto", "R: a gradient is accepted if its delay is below R, with 1 only fresh ones. auto finds R in the run "
         "from how much gradients of different ages differ, and makes the step of a late one smaller.",
         least=1, one_of=("auto",), only=("ringmaster",))
     batch: int | None = key(8, "B: an update is the mean of this many gradients.", least=1, only=("rennala",))
