@@ -176,7 +176,7 @@ def build_method(config: Config, layout: Layout | None = None) -> Method:
         return Synchronous(schedule)
     if config.method.name == "delay_adaptive":
         return DelayAdaptive(schedule)
-    if config.method.threshold == "auto":
+    if config.method.threshold == "auto" and config.method.schedule != "theory":  # the theorem gives R too
         return AutoThreshold(schedule, layout, config.run.seed)
     return Method(schedule)
 

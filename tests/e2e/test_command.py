@@ -38,7 +38,7 @@ def test_the_command_explains_itself():
     assert "simulate" in plain.stdout
     helped = ringmaster("simulate", "--help")
     assert helped.returncode == 0
-    for word in ("method=rennala", "threshold: 8", "accepted if its delay is below R", "--cfg job", "Examples"):
+    for word in ("method=rennala", "threshold: auto", "accepted if its delay is below R", "--cfg job", "Examples"):
         assert word in helped.stdout
     assert max(len(line) for line in helped.stdout.splitlines()) < 160
     assert ringmaster("--version").stdout.strip() == __version__

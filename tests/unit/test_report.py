@@ -90,7 +90,7 @@ def test_runs_are_named_by_what_differs(tmp_path):
     c = make(tmp_path / "c", "method.eta=0.1")
     assert labels([Recording(a)]) == ["a"]
     assert labels([Recording(a), Recording(b)]) == [
-        "method=ringmaster, threshold=8, workers=4", "method=rennala, batch=8, workers=7"]  # fmt: skip
+        "method=ringmaster, threshold=auto, workers=4", "method=rennala, batch=8, workers=7"]  # fmt: skip
     assert [text.partition(":")[0] for text in labels([Recording(a), Recording(c)])] == ["a", "c"]
 
 
