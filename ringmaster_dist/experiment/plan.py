@@ -22,9 +22,9 @@ _EQUAL = [f"geometry.radius.{role}=1" for role in ("matrix", "embedding", "outpu
 # The overrides of a contender whose name is not that of a method.
 _CONTENDERS = {
     AUTO: ["method=ringmaster", "method.threshold=auto"],
-    ONE_ETA: ["method=ringmaster", "geometry=scion", *_EQUAL],
-    RADII: ["method=ringmaster", "geometry=scion"],
-    BASELINE: ["method=ringmaster", "geometry=scion", "method.eta=1"],
+    ONE_ETA: ["method=ringmaster", "method.threshold=8", "geometry=scion", *_EQUAL],
+    RADII: ["method=ringmaster", "method.threshold=8", "geometry=scion"],
+    BASELINE: ["method=ringmaster", "method.threshold=8", "geometry=scion", "method.eta=1"],
 }
 _PHASES = f"[{{start_seconds: 200, rate: 0.05, workers: {list(range(4, 16))}}}]"
 # The overrides of a regime whose name is not that of a delay profile.
