@@ -27,7 +27,7 @@ def run_simulate(arguments: Namespace, overrides: list[str]) -> int:
     Examples
       ringmaster simulate
       ringmaster simulate method=rennala method.batch=16 cluster.profile=sublinear
-      ringmaster simulate experiment=paper_quadratic cluster.profile=similar run.dir=runs/similar
+      ringmaster simulate experiment=paper_quadratic method.threshold=8 run.dir=runs/paper
       ringmaster simulate -m method=ringmaster,rennala,synchronous run.dir=runs/compare
     """
     return run_configured(arguments, overrides, _simulate, "config")

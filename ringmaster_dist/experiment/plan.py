@@ -39,9 +39,9 @@ AUTOMATIC = {
 # The overrides of a contender whose name is not that of a method.
 _CONTENDERS: dict[str, Sequence[str]] = {
     **{name: automatic.overrides for name, automatic in AUTOMATIC.items()},
-    ONE_ETA: ["method=ringmaster", "geometry=scion", *_EQUAL],
-    RADII: ["method=ringmaster", "geometry=scion"],
-    BASELINE: ["method=ringmaster", "geometry=scion", "method.eta=1"],
+    ONE_ETA: ["method=ringmaster", "method.threshold=8", "geometry=scion", *_EQUAL],
+    RADII: ["method=ringmaster", "method.threshold=8", "geometry=scion"],
+    BASELINE: ["method=ringmaster", "method.threshold=8", "geometry=scion", "method.eta=1"],
 }
 _PHASES = f"[{{start_seconds: 200, rate: 0.05, workers: {list(range(4, 16))}}}]"
 # The overrides of a regime whose name is not that of a delay profile.

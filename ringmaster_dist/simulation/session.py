@@ -138,7 +138,7 @@ def choose_engine(config: Config, core: ServerCore, problem: Problem, speeds: Sp
         if engine == "compiled":
             raise UserError(
                 "simulation.engine=compiled plays the quadratic at speeds and thresholds that do not change; "
-                "remove cluster.phases, problem.clip and method.threshold=auto, or use simulation.engine=core"
+                "remove cluster.phases and problem.clip, give method.threshold a number, or use simulation.engine=core"
             )
         return Simulator
     seconds = config.budget.seconds or math.inf
