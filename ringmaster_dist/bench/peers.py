@@ -131,7 +131,8 @@ class Pusher:
     def push(self, version: int | None = None) -> bool:
         """Pushes a gradient of this version, or of the newest. Returns whether it was accepted."""
         at = self.version if version is None else version
-        push = Push(self._sequence, at, self._codec.encode_gradient(self._gradient), 0.0, 0.0)
+        packed = self._codec.encode_gradient(self._gradient, 0, 0, self._sequence)
+        push = Push(self._sequence, at, packed, 0.0, 0.0)
         reply = self._client.push(self._session, push)
         assert reply.receipt is not None
         assert reply.snapshot is not None

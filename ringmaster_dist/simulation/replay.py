@@ -140,7 +140,7 @@ def replay(directory: Path) -> Outcome:
                 problems[rows].bind(core.update.layout)
             num_ranks = ranks.get(worker, 1)
             gradient, loss = gradient_in_turn(problems[rows], num_ranks, iterate, config.run.seed, worker, sequence)
-            gradient = wire.encode_gradient(gradient)
+            gradient = wire.encode_gradient(gradient, config.run.seed, worker, sequence)
             computed = _Computed(problems[rows], iterates[version], version, worker, sequence, num_ranks)
             last = computed if accepted else last
         torch.set_num_threads(config.server.compute_threads)

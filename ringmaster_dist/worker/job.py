@@ -60,7 +60,7 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
         base_seconds=pace,
         jitter=cluster.jitter,
         interrupt=config.method.interrupt,
-        wire=Codec(build_wire(config), layout.size, problem.dtype),
+        wire=Codec(build_wire(config), layout.size, problem.dtype, device),
     )
 
 

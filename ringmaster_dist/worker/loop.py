@@ -127,7 +127,7 @@ class Worker:
             else:
                 gradient, loss = computed
                 self._refuse_device_memory(session, snapshot, gradient)
-                packed = job.wire.encode_gradient(gradient)
+                packed = job.wire.encode_gradient(gradient, job.seed, worker, sequence)
                 push = Push(sequence, snapshot.version, packed, float(loss), seconds, snapshot.term)
                 reply = self._push(session, push)
             sequence += 1
