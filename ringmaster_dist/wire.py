@@ -63,7 +63,7 @@ class Codec:
         """The tensor in this dtype and in host memory."""
         if devices.is_cpu(tensor.device):
             return tensor if tensor.dtype == dtype else self._take(dtype).copy_(tensor)
-        return self._take(dtype).copy_(tensor.to(dtype))  # of the device's own making, so that fewer bytes are copied
+        return self._take(dtype).copy_(tensor.to(dtype))  # rounded on the device, so that fewer bytes are copied
 
     def _take(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._buffers:

@@ -294,8 +294,8 @@ class ServerCore:
     ) -> None:
         """Computes the oldest thing decided, on the device of the update.
 
-        ``copied`` is its gradient, (gradient_size,), if the caller has copied it to the device already. The next iterate
-        is written to ``out``, of shape (size,), or to memory of the core's own: the current iterate may be in use.
+        ``copied`` is its gradient, (gradient_size,), if the caller has copied it to the device. The next iterate is
+        written to ``out``, of shape (size,), or to memory of the core's own: the current iterate may be in use.
         ``rounded`` gets the next iterate too, in the dtype of that tensor. Neither is written if the gradient does not
         complete an update.
         """
