@@ -24,7 +24,7 @@ _LARGEST_STEP = 127 - 2.0**-10  # a bit less than 127, so that float32 rounding 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # its reciprocal is finite
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 128
 _SCALE_BYTES, _DRAWS_PER_WORD, _DRAW = 4, 4, 2.0**-16  # a word of 64 random bits gives four draws of 16 bits
-_PIECE, _PIECE_OF_ACCELERATOR = 1 << 15, 1 << 22  # numbers; the scratch of a piece fits the cache of a core
+_PIECE, _PIECE_OF_ACCELERATOR = 1 << 17, 1 << 22  # numbers; smaller ones fit the cache better, but need more calls
 
 
 def num_blocks(size: int) -> int:
@@ -72,7 +72,8 @@ def whole(gradient: torch.Tensor, size: int) -> torch.Tensor:
 class Quantizer:
     """Packs gradients (size,) on the device where they are. One thread uses it at a time.
 
-    It works piece by piece, and owns scratch memory of one piece, about 13 bytes for each of its numbers.
+    It works piece by piece, and owns scratch memory of one piece. That is 11 bytes for each number of a piece, so less
+    than 2 MB on a CPU and less than 50 MB on an accelerator.
     """
 
     def __init__(self, size: int, device: torch.device | str) -> None:

@@ -120,6 +120,7 @@ class Pusher:
         from ringmaster_dist.transport.process_settings import keep_memory
 
         keep_memory()
+        torch.set_num_threads(1)  # as a worker has by default
         self._client = Client(address, token=_TOKEN, tls=tls, connect_seconds=10.0, call_seconds=60.0)
         welcome = self._client.join(JoinRequest(PROTOCOL_VERSION, _TOKEN, 0))
         assert welcome.snapshot is not None

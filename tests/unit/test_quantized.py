@@ -56,7 +56,7 @@ def test_a_packed_gradient_is_what_its_description_says(size):
 
 
 def test_the_bits_depend_on_the_draw_and_on_nothing_else(monkeypatch):
-    size = 100_003  # several pieces
+    size = 300_003  # several pieces
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(0))
     mine = codec(size)
     first = mine.encode_gradient(gradient, 0, 1, 2)
