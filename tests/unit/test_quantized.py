@@ -14,6 +14,7 @@ from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.quantized import whole
 from ringmaster_dist.server.core import NOT_FINITE, ServerCore
 from ringmaster_dist.wire import Codec, Wire
+from tests.unit.test_update import LargestAllocation
 
 INT8 = Wire(torch.int8)
 
@@ -67,6 +68,16 @@ def test_the_bits_depend_on_the_draw_and_on_nothing_else(monkeypatch):
     assert torch.equal(codec(size, torch.float64).encode_gradient(gradient.double(), 0, 1, 2), first)
     monkeypatch.setattr(quantized, "_PIECE", 1024)
     assert torch.equal(codec(size).encode_gradient(gradient, 0, 1, 2), first)
+
+
+def test_packing_makes_no_copy_of_the_gradient():
+    size = 500_000
+    gradient = torch.ones(size, dtype=torch.float64)
+    quantizer, out = quantized.Quantizer(size, "cpu"), torch.empty(quantized.packed_size(size), dtype=torch.int8)
+    with LargestAllocation() as watch:
+        quantizer.pack(gradient, 0, out)
+    assert 0 < watch.elements < 1000  # scales
+    assert quantizer._numbers.numel() < size / 2
 
 
 @pytest.mark.parametrize("place", [0, 300, 1023])
