@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST_FACTOR = 0xBF58476D1CE4E5B9
+SECOND_FACTOR = 0x94D049BB133111EB
 _TO_UNIT = 2.0**-52
 
 _inverse_normal_cdf = NormalDist().inv_cdf
@@ -27,26 +27,27 @@ STREAM_NOISE = 1
 STREAM_JITTER = 2
 STREAM_BATCH = 3
 STREAM_MODEL = 4  # draws that a model makes itself, such as dropout
+STREAM_ROUNDING = 5  # of gradients for the wire
 
 # |z| of a half-normal is at least this slope times (1 - u). Its quantile is convex, and this is the tangent at 0.
 HALF_NORMAL_SLOPE = math.sqrt(math.pi / 2)
 
 
 def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
-    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    value = ((value ^ (value >> 30)) * FIRST_FACTOR) & _MASK
+    value = ((value ^ (value >> 27)) * SECOND_FACTOR) & _MASK
     return value ^ (value >> 31)
 
 
 def worker_key(seed: int, stream: int, worker_id: int) -> int:
     """The 64-bit key from which all of one worker's draws in one stream follow."""
-    base = _mix((seed * _GOLDEN + stream) & _MASK)
-    return _mix((base + (worker_id + 1) * _GOLDEN) & _MASK)
+    base = _mix((seed * GOLDEN + stream) & _MASK)
+    return _mix((base + (worker_id + 1) * GOLDEN) & _MASK)
 
 
 def bits(key: int, sequence: int) -> int:
     """64 random bits for a worker's ``sequence``-th gradient."""
-    return _mix((key + sequence * _GOLDEN + _GOLDEN) & _MASK)
+    return _mix((key + sequence * GOLDEN + GOLDEN) & _MASK)
 
 
 def unit(random_bits: int) -> float:
@@ -67,24 +68,24 @@ def half_normal(key: int, sequence: int) -> float:
 def _mix_many(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`_mix` in place on an array."""
     values ^= values >> np.uint64(30)
-    values *= np.uint64(_FIRST)
+    values *= np.uint64(FIRST_FACTOR)
     values ^= values >> np.uint64(27)
-    values *= np.uint64(_SECOND)
+    values *= np.uint64(SECOND_FACTOR)
     values ^= values >> np.uint64(31)
     return values
 
 
 def worker_keys(seed: int, stream: int, num_workers: int) -> NDArray[np.uint64]:
     """`worker_key` of workers 0, 1, ..., num_workers - 1."""
-    base = _mix((seed * _GOLDEN + stream) & _MASK)
+    base = _mix((seed * GOLDEN + stream) & _MASK)
     workers = np.arange(1, num_workers + 1, dtype=np.uint64)
-    return _mix_many(workers * np.uint64(_GOLDEN) + np.uint64(base))
+    return _mix_many(workers * np.uint64(GOLDEN) + np.uint64(base))
 
 
 def bits_of_many(keys: NDArray[np.uint64], sequences: NDArray[np.int64]) -> NDArray[np.uint64]:
     """`bits` of each pair of a key and a sequence."""
     values = sequences.astype(np.uint64)
     values += np.uint64(1)
-    values *= np.uint64(_GOLDEN)
+    values *= np.uint64(GOLDEN)
     values += keys
     return _mix_many(values)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ringmaster_dist import quantized
 from ringmaster_dist.algorithm.layout import Layout
 
 Sketch = NDArray[np.float64]  # (num_sampled,), whole numbers
@@ -25,6 +26,7 @@ class Sketcher:
     """Takes the same coordinates of every gradient of one layout. The seed chooses the coordinates."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
+        self._size = layout.size
         generator = np.random.default_rng(seed)
         share = max(1, _COORDINATES // len(layout.blocks))
         chosen = []
@@ -38,8 +40,8 @@ class Sketcher:
         self._indices = torch.from_numpy(np.concatenate(chosen))  # (num_sampled,)
 
     def sketch(self, gradient: torch.Tensor) -> Sketch:
-        """(size,) -> (num_sampled,)"""
-        numbers = gradient[self._indices].to("cpu", torch.float64).numpy()
+        """(size,) or its packed form, in host memory -> (num_sampled,)"""
+        numbers = quantized.at(gradient, self._size, self._indices).to(torch.float64).numpy()
         squares = np.add.reduceat(numbers * numbers, self._starts)  # (num_blocks,)
         scale = np.sqrt(squares / self._counts)
         scale[~(scale > 0)] = np.inf  # a block of zeros stays zero

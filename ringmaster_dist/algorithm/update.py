@@ -7,15 +7,17 @@
 The momentum starts at zero, so the first line holds for ``k = 0`` too. All blocks use one scratch buffer of the largest
 block's size. The part without an oracle is computed in pieces that fit the cache.
 
-Iterate, momentum and gradient are flat tensors ``(layout.size,)``.
+Iterate, momentum and gradient are flat tensors ``(layout.size,)``. A gradient may also be packed (`quantized`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from ringmaster_dist import quantized
 from ringmaster_dist.algorithm import geometry as oracles
 from ringmaster_dist.algorithm.layout import Block, Layout
 
@@ -83,8 +85,8 @@ class Update:
     ) -> None:
         """Writes the next iterate to ``out`` (which may be ``iterate``) and the next momentum over ``momentum``.
 
-        The gradient may be of a shorter type and is widened piece by piece. ``rounded`` receives the next iterate too,
-        in its own type, while the pieces are in the cache. All tensors are ``(layout.size,)``.
+        The gradient may be of a shorter type, or packed, and is widened piece by piece. ``rounded`` receives the next
+        iterate too, in its own type, while the pieces are in the cache. All other tensors are ``(layout.size,)``.
         """
         for block, scratch, matrices, workspace in self._plan:
             start, stop = block.start, block.stop
@@ -92,29 +94,47 @@ class Update:
             if matrices is None:
                 for low in range(start, stop, _PIECE):
                     high = min(low + _PIECE, stop)
-                    x, m, g, x_next = (t[low:high] for t in (iterate, momentum, gradient, out))
-                    self._direction(m, self._widened(g), alpha, piece := scratch[: high - low])
+                    x, m, x_next = (t[low:high] for t in (iterate, momentum, out))
+                    g = self._widened(gradient, low, high)
+                    self._direction(m, g, alpha, piece := scratch[: high - low])
                     _step(x, piece, step, keep, x_next)
                     if rounded is not None:
                         rounded[low:high].copy_(x_next)
                 continue
             if len(self._plan) == 1:  # for a small vector, slicing would cost as much as the arithmetic
-                x, m, g, x_next = iterate, momentum, gradient, out
+                x, m, x_next = iterate, momentum, out
             else:
-                x, m, g, x_next = (t[start:stop] for t in (iterate, momentum, gradient, out))
-            self._direction(m, self._widened(g), alpha, scratch)
+                x, m, x_next = (t[start:stop] for t in (iterate, momentum, out))
+            self._direction(m, self._widened(gradient, start, stop), alpha, scratch)
             scale = self._oracle(matrices, block, workspace)
             _step(x, scratch, step * scale, keep, x_next)
             if rounded is not None:
                 rounded[start:stop].copy_(x_next)
 
-    def _widened(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The same numbers, (n,) -> (n,), in the type of the update."""
+    def pieces(self, gradient: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The numbers of a gradient, with the places at which each piece begins and ends. Only a packed one is cut.
+
+        The next piece overwrites the memory of a piece.
+        """
+        size = self.layout.size
+        if gradient.dtype != quantized.DTYPE:
+            yield 0, size, gradient
+            return
+        length = min(_PIECE, len(self._scratch))
+        for low in range(0, size, length):
+            high = min(low + length, size)
+            yield low, high, self._widened(gradient, low, high)
+
+    def _widened(self, gradient: torch.Tensor, low: int, high: int) -> torch.Tensor:
+        """The numbers ``low`` to ``high`` of a gradient, (high - low,), in the type of the update."""
         if gradient.dtype == self.dtype:
-            return gradient
+            return gradient if high - low == len(gradient) else gradient[low:high]
         if self._wide is None:
             self._wide = torch.empty_like(self._scratch)
-        return self._wide[: gradient.numel()].copy_(gradient)
+        wide = self._wide[: high - low]
+        if gradient.dtype == quantized.DTYPE:
+            return quantized.unpack(gradient, self.layout.size, low, high, wide)
+        return wide.copy_(gradient[low:high])
 
     def _direction(self, momentum: torch.Tensor, gradient: torch.Tensor, alpha: float, out: torch.Tensor) -> None:
         """Updates the momentum, and writes the input of the oracle to ``out``. All are (n,)."""

@@ -3,7 +3,8 @@
 The others are plain TCP, gloo's send and receive, and, if Ray is installed, a call of a Ray actor that takes and
 returns a tensor. Each runs between two processes. Our exchange has everything but the update itself: the RPC agent, the
 unpickler, the session, the checks of the gradient, the verdict and the ledger. With a narrow wire, rounding counts.
-Widening does not count, because the copy into the model and the update do it for any wire.
+Widening does not count, because the copy into the model and the update do it for any wire. Only gradients travel in
+int8, so the iterates of that exchange are in bfloat16.
 
 On one machine the receiver reads the tensors from the sender's memory (cma), and only the calls pass the tunnel.
 Between machines everything does. Two network namespaces stand in for them, which needs root and iproute2. Their link is
@@ -31,14 +32,15 @@ import torch
 
 from ringmaster_dist.bench import compared, seconds_of, show
 from ringmaster_dist.bench.peers import Peer, Pusher, cpu_seconds, layout_of, serve
-from ringmaster_dist.wire import Wire
+from ringmaster_dist.wire import Codec, Wire
 
-_COLUMNS = ["exchange", "relative", "ms", "worst ms", "MB each way", "CPU ms"]
+_COLUMNS = ["exchange", "relative", "ms", "worst ms", "MB up", "MB down", "CPU ms"]
 _LINK_COLUMNS = ["between two machines", "x plain", "ms", "worst ms", "CPU ms", "join ms"]
 _EXCHANGES = 5  # of each candidate per round, after one that is not counted
-_WIRES = {"float32": Wire(), "bfloat16": Wire(torch.bfloat16, torch.bfloat16)}
+_WIRES = {"float32": Wire(), "bfloat16": Wire(torch.bfloat16, torch.bfloat16), "int8": Wire(torch.int8, torch.bfloat16)}
 _OURS = {"ringmaster, float32": ("float32", True), "ringmaster, float32 without TLS": ("float32", False),
-         "ringmaster, bfloat16": ("bfloat16", True)}  # fmt: skip
+         "ringmaster, bfloat16": ("bfloat16", True),
+         "ringmaster, int8": ("int8", True)}  # fmt: skip
 _BASELINE = "raw TCP, float32"
 _OTHERS = {_BASELINE: "tcp", "gloo send and receive, float32": "gloo"}
 _RATES = {"1 Gbit/s": "1gbit", "an unshaped link": ""}
@@ -89,7 +91,8 @@ def on_one_machine(size: int, rounds: int) -> list[dict[str, Any]]:
                     pusher.close()
     rows = compared("exchange", seconds, _BASELINE)
     for row in rows:
-        row["MB each way"] = round(size * (2 if "bfloat16" in row["exchange"] else 4) / 1e6, 1)
+        codec = Codec(_WIRES[_OURS.get(row["exchange"], ("float32", True))[0]], size, torch.float32)
+        row["MB up"], row["MB down"] = round(codec.gradient_bytes / 1e6, 1), round(codec.iterate_bytes / 1e6, 1)
         if row["exchange"] in cpu:
             row["CPU ms"] = round(1e3 * min(cpu[row["exchange"]]), 1)
     return rows

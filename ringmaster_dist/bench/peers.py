@@ -120,6 +120,7 @@ class Pusher:
         from ringmaster_dist.transport.process_settings import keep_memory
 
         keep_memory()
+        torch.set_num_threads(1)  # as a worker has by default
         self._client = Client(address, token=_TOKEN, tls=tls, connect_seconds=10.0, call_seconds=60.0)
         welcome = self._client.join(JoinRequest(PROTOCOL_VERSION, _TOKEN, 0))
         assert welcome.snapshot is not None
@@ -131,7 +132,8 @@ class Pusher:
     def push(self, version: int | None = None) -> bool:
         """Pushes a gradient of this version, or of the newest. Returns whether it was accepted."""
         at = self.version if version is None else version
-        push = Push(self._sequence, at, self._codec.encode_gradient(self._gradient), 0.0, 0.0)
+        packed = self._codec.encode_gradient(self._gradient, 0, 0, self._sequence)
+        push = Push(self._sequence, at, packed, 0.0, 0.0)
         reply = self._client.push(self._session, push)
         assert reply.receipt is not None
         assert reply.snapshot is not None

@@ -17,7 +17,7 @@ from ringmaster_dist.algorithm.names import GEOMETRIES, METHODS, ORTHOGONALIZATI
 from ringmaster_dist.config.keys import all_keys, key, section
 from ringmaster_dist.profiles import PROFILES
 
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_DTYPES = ("float64", "float32", "bfloat16", "float16")  # of floating point
 _NANOCHAT, _WANDB = ("nanochat",), ("wandb", "wandb_offline")
 _CONSTANT_MOMENTUM = tuple(name for name in METHODS if name != "ringmaster_agnostic")
 _OLD_RUNS = ("version 0.2",)  # no choice has this name: such keys are only read, from the directories of old runs
@@ -284,7 +284,8 @@ class ServerConfig:
 @dataclass
 class WireConfig:
     gradient_dtype: str | None = key(
-        None, "Gradients are sent in this type; null sends them as they are computed.", one_of=_DTYPES)
+        None, "Gradients are sent in this type; null sends them as they are computed. int8 rounds at random, without "
+        "bias, and has a scale for each 256 numbers.", one_of=(*_DTYPES, "int8"))
     iterate_dtype: str | None = key(
         None, "Iterates are sent in this type; null sends them as they are. A worker computes at what arrives.",
         one_of=_DTYPES)

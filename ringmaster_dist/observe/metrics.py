@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ringmaster_dist import quantized
 from ringmaster_dist.algorithm.layout import Layout
 from ringmaster_dist.observe import measures
 from ringmaster_dist.observe.records import MetricsRow, Summary, WorkerRow, WorkerSummary
@@ -169,7 +170,9 @@ class Metrics:
         began = time.monotonic()
         if gradient is None or kept is None or began < self._norms_at:
             return {}
-        update = kept[1].iterate - kept[0].iterate  # of shape (parameters,)
+        before, after = kept
+        gradient = quantized.whole(gradient, before.iterate.numel())  # it and the next are of shape (parameters,)
+        update = after.iterate - before.iterate
         norms = {
             "gradient_norm": {role: _norm(gradient, parts) for role, parts in self._groups.items()},
             "update_norm": {role: _norm(update, parts) for role, parts in self._groups.items()},

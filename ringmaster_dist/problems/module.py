@@ -2,7 +2,8 @@
 
 Its parameters are views of one flat tensor (size,), where size is the number of trained parameters. On an accelerator
 that tensor belongs to the problem. On a CPU it is the snapshot itself, so a new iterate costs no copy. A gradient is
-copied once, into another flat tensor (size,), and from an accelerator once more, into host memory.
+copied once, into another flat tensor (size,), and from an accelerator once more, into host memory. A worker makes that
+last copy itself (``leaves_on_device``), because it can round the gradient for the wire before.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class ModuleProblem:
     objective = "loss"
     quick_to_evaluate = False
     dtype = torch.float32
+    leaves_on_device = False  # whether a gradient stays on the device; by default it is in host memory
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class ModuleProblem:
             factor *= min(1.0, self.clip * scale / (float(self._gradient.norm()) + 1e-6 * scale))
         if factor != 1.0:
             self._gradient.mul_(factor)
-        return self._host_memory.receive(self._gradient), loss
+        return self._gradient if self.leaves_on_device else self._host_memory.receive(self._gradient), loss
 
     def _accumulate(self, batches: Sequence[Batch], scale: float) -> float:
         """Writes the gradient times ``scale`` into its buffer, and returns the mean loss."""

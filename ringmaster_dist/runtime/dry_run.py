@@ -18,6 +18,7 @@ from ringmaster_dist.runtime.placement import local_devices, local_workers, serv
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.forecast import forecast, horizon_of
+from ringmaster_dist.wire import Codec
 
 _LONGEST_SECONDS, _MOST_REPEATS = 5.0, 5  # limits of one measurement; its first call is not counted
 
@@ -57,7 +58,8 @@ def _gradient_seconds(config: Config, problem: Problem, iterate: torch.Tensor) -
 def _update_seconds(config: Config, problem: Problem, core: ServerCore, iterate: torch.Tensor) -> float:
     """Seconds of one update, with the threads of the server."""
     torch.set_num_threads(config.cluster.threads)
-    gradient = problem.gradient(iterate, config.run.seed, 0, 0)[0].to(core.gradient_dtype)  # (size,)
+    gradient = problem.gradient(iterate, config.run.seed, 0, 0)[0]  # (size,)
+    gradient = _codec(config, core).encode_gradient(gradient, config.run.seed, 0, 0)  # as it arrives
     torch.set_num_threads(config.server.compute_threads)
     gradient, spare = gradient.to(core.update.device), torch.empty_like(core.momentum)
 
@@ -66,6 +68,10 @@ def _update_seconds(config: Config, problem: Problem, core: ServerCore, iterate:
         devices.finish(core.update.device)
 
     return _seconds(update)
+
+
+def _codec(config: Config, core: ServerCore) -> Codec:
+    return Codec(build_wire(config), core.update.layout.size, core.update.dtype)
 
 
 def _say_evaluation(config: Config, problem: Problem, iterate: torch.Tensor) -> None:
@@ -100,9 +106,8 @@ def _say_rates(config: Config, core: ServerCore, times: list[float], update_seco
         print(
             f"  nothing of {len(played.starving)} workers would be accepted: raise method.threshold or give them less"
         )
-    wire, size = build_wire(config), core.update.layout.size
-    up = size * (wire.gradient_dtype or core.update.dtype).itemsize
-    down = size * (wire.iterate_dtype or core.update.dtype).itemsize
+    codec = _codec(config, core)
+    up, down = codec.gradient_bytes, codec.iterate_bytes
     per_second = min(played.gradients_per_second, 1.0 / update_seconds)
     print(
         f"network: {_bytes(up)} up and {_bytes(down)} down per gradient; "

@@ -36,6 +36,7 @@ from ringmaster_dist.server import weights
 from ringmaster_dist.server.checkpoints import Checkpoints, CheckpointState, Unusable
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
+from ringmaster_dist.wire import Codec
 
 if TYPE_CHECKING:
     from ringmaster_dist.transport.host import Host
@@ -210,11 +211,12 @@ def _listen(service: Service, config: Config, directory: RunDirectory, token: st
     from ringmaster_dist.transport.host import Host
 
     settings, update = config.server, service.core.update
-    widest = max(update.dtype.itemsize, (build_wire(config).gradient_dtype or update.dtype).itemsize)
+    codec = Codec(build_wire(config), update.layout.size, update.dtype)
+    most_bytes = max(update.layout.size * update.dtype.itemsize, codec.gradient_bytes)
 
     def listen(port: int) -> Host:
         return Host(
-            service, settings.host, port, token=token, tensor_bytes=update.layout.size * widest, tls=settings.tls,
+            service, settings.host, port, token=token, tensor_bytes=most_bytes, tls=settings.tls,
             handshake_seconds=settings.handshake_seconds, threads=settings.threads, timeout=settings.call_seconds,
         )  # fmt: skip
 

@@ -29,12 +29,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringmaster_dist import quantized
 from ringmaster_dist.algorithm.methods import Method, is_stale
 from ringmaster_dist.algorithm.rows import RowsBySpeed, weighted
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.protocol import Receipt, Snapshot, Verdict
 
-# A gradient, or a function that computes it. The function is called only if the delay admits the push.
+# A gradient as it arrives, or a function that computes it. The function is called only if the delay admits the push.
 Gradient = torch.Tensor | Callable[[], torch.Tensor]
 
 NOT_FINITE = "the gradient contains NaN or Inf"  # the reason of a refusal
@@ -57,7 +58,7 @@ class WorkerRecord:
 class _Decided(NamedTuple):
     """Arithmetic that is left to do: add the gradient, and apply the mean of ``num_averaged`` if that is an update."""
 
-    gradient: torch.Tensor | None  # (size,), or None if the departure of a worker completed a round
+    gradient: torch.Tensor | None  # as it arrived, or None if the departure of a worker completed a round
     num_averaged: int  # 0 if the gradient is only added to the sum
     eta: float
     alpha: float
@@ -106,6 +107,7 @@ class ServerCore:
         self.version = 0  # the number of updates decided; the snapshot may be behind
         self.begins = [0]  # the version at which each term began; the last is the current term's
         self.gradient_dtype = gradient_dtype or update.dtype  # as gradients arrive
+        self.gradient_size = quantized.length(update.layout.size, self.gradient_dtype)
         self.snapshot = Snapshot(0, initial.detach().to(update.device, copy=True))
         self.momentum = torch.zeros_like(self.snapshot.iterate)
         self.accepted = 0
@@ -280,15 +282,16 @@ class ServerCore:
 
     def gradient_fault(self, gradient: torch.Tensor) -> str:
         """Says what is wrong with a gradient. Empty if nothing is. Any thread may call this."""
-        iterate, expected = self.snapshot.iterate, self.gradient_dtype
-        if gradient.shape != iterate.shape:
-            return f"the gradient has shape {tuple(gradient.shape)}, the iterate {tuple(iterate.shape)}"
-        if gradient.dtype != expected:
-            return f"the gradient is {gradient.dtype}, not {expected}"
+        if gradient.shape != (self.gradient_size,):
+            return f"the gradient has shape {tuple(gradient.shape)}, not {(self.gradient_size,)}"
+        if gradient.dtype != self.gradient_dtype:
+            return f"the gradient is {gradient.dtype}, not {self.gradient_dtype}"
         if gradient.requires_grad or gradient.layout is not torch.strided:
             return f"the gradient is not a plain tensor of numbers ({gradient.layout}, {gradient.requires_grad=})"
         if gradient.device.type != "cpu":
             return f"the gradient is on {gradient.device}: gradients have to be in host memory"
+        if gradient.dtype == quantized.DTYPE:
+            return "" if quantized.is_finite(gradient, self.update.layout.size) else NOT_FINITE
         # The sum is one cheap pass: it is not finite if an element is not. It can also overflow, so look again then.
         if not math.isfinite(float(gradient.sum())) and not bool(torch.isfinite(gradient).all()):
             return NOT_FINITE
@@ -328,7 +331,7 @@ class ServerCore:
     ) -> None:
         """Computes the oldest thing decided, on the device of the update.
 
-        ``copied`` is its gradient, (size,), if the caller has copied it to the device already. The next iterate is
+        ``copied`` is its gradient, (gradient_size,), if the caller has copied it to the device. The next iterate is
         written to ``out``, of shape (size,), or to memory of the core's own: the current iterate may be in use.
         ``rounded`` gets the next iterate too, in the dtype of that tensor. Neither is written if the gradient does not
         complete an update.
@@ -355,14 +358,16 @@ class ServerCore:
         self.decided.popleft()
 
     def _take_in(self, gradient: torch.Tensor, weight: float) -> None:
-        if self._num_summed == 0:
-            self._sum = torch.empty_like(self.momentum) if self._sum is None else self._sum
-            self._sum.copy_(gradient)
-            if weight != 1.0:
-                self._sum.mul_(weight)
-        else:
-            assert self._sum is not None
-            self._sum.add_(gradient, alpha=weight)
+        if self._sum is None:
+            self._sum = torch.empty_like(self.momentum)
+        for low, high, piece in self.update.pieces(gradient):
+            total = self._sum[low:high]
+            if self._num_summed:
+                total.add_(piece, alpha=weight)
+            else:
+                total.copy_(piece)
+                if weight != 1.0:
+                    total.mul_(weight)
         self._num_summed += 1
 
     def take_over(

@@ -50,7 +50,7 @@ class Publisher:
         self._computed = first
 
     def accepted(self, gradient: torch.Tensor) -> None:
-        """The core has decided something with this gradient, (size,). The calls are in the order of the decisions."""
+        """The core has decided something with this gradient, as it arrived. Calls have the order of the decisions."""
 
     def compute_next(self) -> None:
         """Computes the oldest thing decided. Workers get the result after `hand_out`."""
@@ -73,13 +73,13 @@ class DevicePublisher(Publisher):
 
     def _prepare(self) -> None:
         update = self._core.update
-        size, device = update.layout.size, update.device
+        size, arriving, device = update.layout.size, self._core.gradient_size, update.device
         self._device = device
         self._arrived: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()  # in host memory; None at the end
         self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()  # on the device, as are the next
         self._copied: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(2):  # one is in use by the update, and the next gradient is copied to the other
-            self._free.put(torch.empty(size, dtype=self._core.gradient_dtype, device=device))
+            self._free.put(torch.empty(arriving, dtype=self._core.gradient_dtype, device=device))
         self._on_host = Buffers(size, self._wire_dtype, device)
         self._is_newer, self._closing = threading.Event(), False
         self._computed = self._copy_out()

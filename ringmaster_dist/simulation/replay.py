@@ -148,7 +148,7 @@ def replay(directory: Path) -> Outcome:
                 problems[kind], iterates[version], version, worker, sequence, member.ranks, arrival.rows
             )
             gradient, loss = computed.gradient(iterate, config.run.seed)
-            gradient = wire.encode_gradient(gradient)
+            gradient = wire.encode_gradient(gradient, config.run.seed, worker, sequence)
             last = computed if accepted else last
         torch.set_num_threads(config.server.compute_threads)
         receipt = core.push(worker, sequence, named, gradient, arrival.term, arrival.compute_seconds, arrival.rows)

@@ -68,7 +68,7 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
         usual_rows=getattr(problem, "batch", None) or 1,
         jitter=cluster.jitter,
         interrupt=config.method.interrupt,
-        wire=Codec(build_wire(config), layout.size, problem.dtype),
+        wire=Codec(build_wire(config), layout.size, problem.dtype, device),
     )
 
 

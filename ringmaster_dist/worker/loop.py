@@ -23,6 +23,7 @@ from ringmaster_dist import devices, randomness
 from ringmaster_dist.config.build import explain_difference
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted, gradient_of
+from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.profiles import jittered_seconds
 from ringmaster_dist.protocol import (
     PROTOCOL_VERSION,
@@ -102,6 +103,8 @@ class Worker:
         except Exception:
             self._insist(lambda c: c.leave(welcome.session))  # so that the server does not wait for it
             raise
+        if isinstance(job.problem, ModuleProblem):
+            job.problem.leaves_on_device = True  # the codec rounds it there, and copies it to host memory
         log.info("worker-%d joined and computes on %s", welcome.worker_id, job.device)
         self._interruptions = Interruptions()
         return self._compute(job, welcome)
@@ -127,8 +130,8 @@ class Worker:
                 reply = self._fetch(session, snapshot)
             else:
                 gradient, loss = computed
-                self._refuse_device_memory(session, snapshot, gradient)
-                packed = job.wire.encode_gradient(gradient)
+                self._refuse_device_memory(job, session, snapshot, gradient)
+                packed = job.wire.encode_gradient(gradient, job.seed, worker, sequence)
                 push = Push(sequence, snapshot.version, packed, float(loss), seconds, snapshot.term, rows)
                 reply = self._push(session, push)
             sequence += 1
@@ -166,9 +169,9 @@ class Worker:
             what = str(error) if is_mistake else f"{type(error).__name__}: {error}"
             raise Failed(f"the gradient at version {snapshot.version} could not be computed: {what}") from error
 
-    def _refuse_device_memory(self, session: str, snapshot: Snapshot, gradient: torch.Tensor) -> None:
-        """Raises `Failed` for a gradient that the transport cannot send. Without this, each push would look lost."""
-        if devices.is_cpu(gradient.device):
+    def _refuse_device_memory(self, job: Job, session: str, snapshot: Snapshot, gradient: torch.Tensor) -> None:
+        """Raises `Failed` for a gradient that is not in host memory, although its problem has promised it."""
+        if devices.is_cpu(gradient.device) or isinstance(job.problem, ModuleProblem):
             return
         self._insist(lambda c: c.leave(session))
         raise Failed(

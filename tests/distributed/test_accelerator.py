@@ -71,7 +71,13 @@ def test_a_run_on_an_accelerator_is_that_of_the_cpu(nanochat, tmp_path, accelera
 
 
 def test_an_accelerator_and_the_cpu_work_in_one_run(nanochat, tmp_path, accelerator):
-    given = ["cluster.workers=2", f"cluster.devices=[{accelerator},cpu]", "method=synchronous", "budget.updates=5"]
+    given = [
+        "wire.gradient_dtype=int8",
+        "cluster.workers=2",
+        f"cluster.devices=[{accelerator},cpu]",
+        "method=synchronous",
+        "budget.updates=5",
+    ]
     arrivals, summary, _ = train(tmp_path / "run", *nanochat, *given)
     assert (summary.updates, summary.invalid) == (5, 0)
     assert sorted(arrival.worker for arrival in arrivals if arrival.verdict is Verdict.ACCEPTED) == [0] * 5 + [1] * 5

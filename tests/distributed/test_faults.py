@@ -57,8 +57,9 @@ def test_a_synchronous_round_does_not_wait_for_the_dead(tmp_path):
 
 
 def test_a_killed_server_resumes_from_its_checkpoint(tmp_path):
-    """Its workers reconnect with the gradients that they had, and nothing is applied twice."""
-    with Run(tmp_path / "run", *LONG, "checkpoint.every=10", "cluster.unit_seconds=0.05") as run:
+    """Its workers reconnect with the gradients that they had, and nothing is applied twice. The wire is int8."""
+    given = ["checkpoint.every=10", "cluster.unit_seconds=0.05", "wire.gradient_dtype=int8"]
+    with Run(tmp_path / "run", *LONG, *given) as run:
         workers = until(lambda: len(run.workers()) == 3 and run.workers(), "three workers")
         for term in (1, 2):
             until(lambda term=term: run.checkpoints(term - 1), "a checkpoint of this term")

@@ -293,13 +293,17 @@ def resident_bytes(pid):
         return 0
 
 
-@pytest.mark.parametrize("method", ["ringmaster", "rennala"])
-def test_a_narrow_wire_replays_to_the_same_bits(method, tmp_path):
-    wire = ["wire.gradient_dtype=bfloat16", "wire.iterate_dtype=float32"]
+@pytest.mark.parametrize(("method", "dtype"), [("ringmaster", "int8"), ("rennala", "bfloat16")])
+def test_a_narrow_wire_replays_to_the_same_bits(method, dtype, tmp_path):
+    wire = [f"wire.gradient_dtype={dtype}", "wire.iterate_dtype=float32"]
     with Run(tmp_path / "run", f"method={method}", *METHODS[method], *wire, "budget.updates=40") as run:
         summary = check_finished(run)
     assert summary["updates"] == 40
     assert summary["final_gap"] < 100
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    received, rest = divmod(last["bytes_received"], {"bfloat16": 100, "int8": 54}[dtype])  # of 50 numbers
+    assert rest == 0
+    assert len(run.arrivals()) <= received <= len(run.arrivals()) + 3  # those after the end are not in the trace
 
 
 @pytest.mark.parametrize(

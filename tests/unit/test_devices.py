@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ringmaster_dist import devices
+from ringmaster_dist import devices, quantized
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
 from ringmaster_dist.cli.main import main
 from ringmaster_dist.config.errors import UserError
@@ -23,6 +23,7 @@ from ringmaster_dist.problems.nanochat import corpus as corpora
 from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
 from ringmaster_dist.problems.nanochat.rows import prepare
 from ringmaster_dist.problems.seeding import seeded
+from ringmaster_dist.wire import Codec, Wire
 from ringmaster_dist.worker.job import device_of
 from tests import pretend
 
@@ -153,6 +154,27 @@ def test_a_copy_into_host_memory_has_arrived_when_it_is_used(accelerator, monkey
     if pretended:
         monkeypatch.setattr(devices, "finish", lambda device: None)
         assert memory.receive(torch.ones(1000, device=accelerator)).isnan().all()  # so the test above sees a mistake
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.int8])
+def test_a_gradient_is_rounded_on_its_device_to_the_same_bits(accelerator, dtype, monkeypatch):
+    monkeypatch.setattr(quantized, "_PIECE_OF_ACCELERATOR", 40 * quantized.BLOCK)
+    gradient = torch.randn(50_001, generator=torch.Generator().manual_seed(0))
+    expected = Codec(Wire(dtype), 50_001, torch.float32).encode_gradient(gradient, 3, 1, 4)
+    codec = Codec(Wire(dtype), 50_001, torch.float32, accelerator)
+    found = codec.encode_gradient(gradient.to(accelerator), 3, 1, 4)
+    assert found.device.type == "cpu"
+    assert found.nbytes == codec.gradient_bytes
+    assert torch.equal(found, expected)
+
+
+def test_a_worker_s_gradient_stays_on_the_device_until_it_is_rounded(accelerator):
+    problem = small(accelerator)
+    problem.leaves_on_device = True
+    gradient, _ = problem.gradient(problem.initial(0), 1, 2, 0)
+    assert gradient.device == torch.device(accelerator)
+    found = Codec(Wire(), len(gradient), torch.float32, accelerator).encode_gradient(gradient, 1, 2, 0)
+    assert close(found, small("cpu").gradient(problem.initial(0), 1, 2, 0)[0])
 
 
 def test_the_cpu_s_tensors_are_not_copied():

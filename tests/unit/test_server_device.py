@@ -16,7 +16,7 @@ from ringmaster_dist.runtime.placement import servers_device
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.outlets import NoJournal
 from ringmaster_dist.server.service import Service, Settings
-from ringmaster_dist.wire import Wire
+from ringmaster_dist.wire import Codec, Wire
 
 pytestmark = pytest.mark.accelerator
 LAYOUT = Layout([Parameter("w", (8, 6)), Parameter("v", (8, 6)), Parameter("b", (5,))], GEOMETRY_MAPS["scion"])
@@ -52,20 +52,22 @@ def gradients(count, dtype):
 
 
 @pytest.mark.parametrize("make", [lambda s: Method(s), lambda s: Rennala(s, 2)], ids=["every gradient", "means of two"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_service_on_an_accelerator_computes_what_the_core_does_on_the_cpu(make, dtype, accelerator):
-    wire = Wire(dtype, dtype)
+@pytest.mark.parametrize("wire", [Wire(), Wire(torch.bfloat16, torch.bfloat16), Wire(torch.int8)])
+def test_a_service_on_an_accelerator_computes_what_the_core_does_on_the_cpu(make, wire, accelerator):
+    dtype = wire.iterate_dtype or torch.float32
+    codec = Codec(wire, LAYOUT.size, torch.float32)
     on_cpu = core_on("cpu", make(Constant(0.1, 0.5, 3)), wire)
     on_cpu.join()
     core = core_on(accelerator, make(Constant(0.1, 0.5, 3)), wire)
     with Running(core, wire) as running:
-        for sequence, gradient in enumerate(gradients(5, dtype or torch.float32)):
+        for sequence, gradient in enumerate(gradients(5, torch.float32)):
+            gradient = codec.encode_gradient(gradient, 0, 0, sequence)
             on_cpu.push(0, sequence, on_cpu.version, gradient)
             reply = running.push(sequence, core.version, gradient).wait()
             assert reply.receipt.verdict is Verdict.ACCEPTED
             assert reply.snapshot.version == on_cpu.version
-            assert reply.snapshot.iterate.dtype is (dtype or torch.float32)
-            expected = on_cpu.snapshot.iterate.to(dtype or torch.float32)
+            assert reply.snapshot.iterate.dtype is dtype
+            expected = on_cpu.snapshot.iterate.to(dtype)
             torch.testing.assert_close(reply.snapshot.iterate, expected)  # so it is in host memory
         assert running.service.measure().device_memory_bytes > 0
     assert core.snapshot.iterate.device == core.momentum.device == torch.device(accelerator)
