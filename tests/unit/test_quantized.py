@@ -163,3 +163,11 @@ def test_the_core_computes_with_the_numbers_of_a_packed_gradient(make, size):
     assert packed_core.version == plain.version > 0
     assert torch.equal(packed_core.snapshot.iterate, plain.snapshot.iterate)
     assert torch.equal(packed_core.momentum, plain.momentum)
+
+
+def test_a_sample_of_a_packed_gradient_has_its_numbers():
+    """The rule of the automatic threshold looks at a sample."""
+    gradient, places = torch.randn(1000), torch.tensor([0, 255, 256, 999, 3])
+    packed = codec(1000).encode_gradient(gradient, 1, 2, 3)
+    assert torch.equal(quantized.at(packed, 1000, places), whole(packed, 1000)[places])
+    assert torch.equal(quantized.at(gradient, 1000, places), gradient[places])
