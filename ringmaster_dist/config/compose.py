@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.schema import KEYS, Config, suggested_eta
+from ringmaster_dist.config.schema import KEYS, LOCAL_BETA, SERVER_ETA, Config, suggested_eta
 from ringmaster_dist.config.validate import refusal, validate
 
 _MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")  # sections that a resumed run may change
@@ -79,11 +79,19 @@ def from_yaml(text: str) -> Config:
 
 
 def _completed(composed: DictConfig) -> DictConfig:
-    """The same configuration, with a step size if none was given."""
-    method = composed.method
-    if method.get("eta") is None:
-        method.eta = suggested_eta(composed.problem.name, composed.geometry.name, method.name)
+    """The same configuration, with step sizes if none were given."""
+    problem, geometry, method = composed.problem.name, composed.geometry.name, composed.method
+    has_local_steps = OmegaConf.select(composed, "local.steps", default=1) != 1
+    if has_local_steps:
+        _fill(composed.local, eta=suggested_eta(problem, geometry, "ringmaster"), beta=LOCAL_BETA)
+    _fill(method, eta=SERVER_ETA if has_local_steps else suggested_eta(problem, geometry, method.name))
     return composed
+
+
+def _fill(section: DictConfig, **defaults: float) -> None:
+    for key, value in defaults.items():
+        if section.get(key) is None:
+            section[key] = value
 
 
 def _refuse_renamed(override: str) -> None:

@@ -190,6 +190,18 @@ class MethodConfig:
 
 
 @dataclass
+class LocalConfig:
+    steps: int = key(
+        1, "A worker takes this many steps of its own and pushes the distance, for slow links. 1 pushes each gradient.",
+        least=1)
+    eta: float | None = key(
+        None, "These steps have this size; null takes what suits problem and geometry. method.eta is the server's.",
+        above=0)
+    beta: float | None = key(
+        None, "These steps have this momentum, which begins at zero with each push; null means 0.95.", least=0, below=1)
+
+
+@dataclass
 class RadiusConfig:
     matrix: float = key(1.0, "Hidden matrices have this radius.", above=0)
     embedding: float = key(1.0, "Embeddings have this radius.", above=0)
@@ -305,6 +317,7 @@ class Config:
     data: DataConfig = section(DataConfig)
     method: MethodConfig = section(MethodConfig)
     geometry: GeometryConfig = section(GeometryConfig)
+    local: LocalConfig = section(LocalConfig)
     logger: LoggerConfig = section(LoggerConfig)
     simulation: SimulationConfig = section(SimulationConfig, command="simulate")
     watch: bool = key(False, "true serves a page on this machine that shows the run while it lasts.", command="train")
@@ -338,6 +351,11 @@ _STEPS = {
         {"ringmaster_agnostic": 25.0, "delay_adaptive": 0.5, "asynchronous": 0.5},
     ),
 }
+
+
+# The defaults of local.beta, and of method.eta with local steps; see docs/choosing.md.
+LOCAL_BETA = 0.95
+SERVER_ETA = 1.0
 
 
 def suggested_eta(problem: str, geometry: str, method: str) -> float:

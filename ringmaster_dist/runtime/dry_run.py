@@ -116,7 +116,7 @@ def _worker_seconds(config: Config, local: list[str], gradient_seconds: Mapping[
     Workers elsewhere are taken to have the same devices as those here.
     """
     cluster = config.cluster
-    paces = cluster_seconds(cluster, cluster.workers) if cluster.profile != "none" else [0.0] * cluster.workers
+    paces = cluster_seconds(config, cluster.workers) if cluster.profile != "none" else [0.0] * cluster.workers
     kinds = [torch.device(devices.in_turn(local, slot)).type for slot in range(cluster.workers)]
     own = [gradient_seconds[kind] for kind in kinds]
     here = range(local_workers(config))
