@@ -170,7 +170,9 @@ class MethodConfig:
         "classical", "classical means L1 = 0; generalized means L1 > 0 and takes eta/17; known takes 1/(17 l1).",
         one_of=("classical", "generalized", "known"), only=("ringmaster_agnostic",))
     l1: float | None = key(None, "This is L1, if it is known.", above=0, only=("ringmaster_agnostic",))
-    beta: float = key(0.95, "This is the momentum; 0.95 is usual.", least=0, below=1, only=_CONSTANT_MOMENTUM)
+    beta: float = key(
+        MISSING, "This is the momentum; null means 0.95, or 0 with local steps.", least=0, below=1,
+        only=_CONSTANT_MOMENTUM)
     schedule: str = key(
         "constant", "theory takes eta, beta and threshold from method.constants (Theorem 1).",
         one_of=("constant", "theory"), only=("ringmaster",))
@@ -353,9 +355,8 @@ _STEPS = {
 }
 
 
-# The defaults of local.beta, and of method.eta with local steps; see docs/choosing.md.
-LOCAL_BETA = 0.95
-SERVER_ETA = 1.0
+BETA = 0.95  # the default of method.beta, and of local.beta
+SERVER_ETA, SERVER_BETA = 0.5, 0.0  # the defaults of method.eta and method.beta with local steps; see docs/choosing.md
 
 
 def suggested_eta(problem: str, geometry: str, method: str) -> float:

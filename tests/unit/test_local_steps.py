@@ -188,12 +188,15 @@ def test_times_and_tokens_are_those_of_a_push():
 def test_defaults_and_mistakes_of_the_keys():
     config = load(["problem=nanochat", "geometry=scion", "local.steps=8"])
     assert (config.local.eta, config.local.beta) == (0.01, 0.95)
+    assert (config.method.eta, config.method.beta) == (0.5, 0.0)
+    assert load(["method.beta=null"]).method.beta == 0.95
     old = compose([], "train")
     del old.local
     assert from_yaml(OmegaConf.to_yaml(old)).local.steps == 1
     for overrides, message in [
         (["local.steps=0"], "local.steps=0: must be a whole number of at least 1"),
         (["local.eta=0.1"], "local.eta=0.1 counts only with local.steps above 1"),
+        (["local.steps=2", "method.threshold=auto"], "method.threshold=auto is at most"),
         (["local.steps=2", "method.schedule=theory", "budget.updates=9", "method.constants.smoothness=1",
           "method.constants.noise=1", "method.constants.initial_gap=1"], "method.schedule=theory is for single"),
     ]:  # fmt: skip
