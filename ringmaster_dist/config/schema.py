@@ -356,7 +356,7 @@ _STEPS = {
 
 
 BETA = 0.95  # the default of method.beta, and of local.beta
-SERVER_ETA, SERVER_BETA = 0.5, 0.0  # the defaults of method.eta and method.beta with local steps; see docs/choosing.md
+SERVER_ETA, SERVER_BETA = 0.25, 0.0  # the defaults of method.eta and method.beta with local steps; see docs/choosing.md
 
 
 def suggested_eta(problem: str, geometry: str, method: str) -> float:

@@ -188,7 +188,7 @@ def test_times_and_tokens_are_those_of_a_push():
 def test_defaults_and_mistakes_of_the_keys():
     config = load(["problem=nanochat", "geometry=scion", "local.steps=8"])
     assert (config.local.eta, config.local.beta) == (0.01, 0.95)
-    assert (config.method.eta, config.method.beta) == (0.5, 0.0)
+    assert (config.method.eta, config.method.beta) == (0.25, 0.0)
     assert load(["method.beta=null"]).method.beta == 0.95
     old = compose([], "train")
     del old.local
