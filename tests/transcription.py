@@ -36,11 +36,13 @@ def quadratic(dim):
 
 
 def play(
-    method, n, seconds_of, *, eta, dim, seconds, threshold=None, batch=None, beta=0.95, nesterov=True, interrupt=True
-):
+    method, n, seconds_of, *, eta, dim, seconds, threshold=None, batch=None, beta=0.95, nesterov=True, interrupt=True,
+    local=None,
+):  # fmt: skip
     """Returns (events, iterate, interrupted); an event is (time, worker, gradient_version, version, verdict).
 
-    ``seconds_of(worker, sequence)`` is how long a gradient takes.
+    ``seconds_of(worker, sequence)`` is how long a gradient takes. ``local`` is the number of local steps, their eta and
+    their beta.
     """
     matrix, b, x = quadratic(dim)
     momentum, k = np.zeros(dim), 0
@@ -55,6 +57,17 @@ def play(
             return max(1, math.isqrt(k))
         return 1 if method in ("rennala", "synchronous") else math.inf
 
+    def gradient(start):
+        if local is None:
+            return matrix @ start - b
+        steps, local_eta, local_beta = local
+        y, m = start, np.zeros(dim)
+        for _ in range(steps):
+            g = matrix @ y - b
+            m = local_beta * m + (1 - local_beta) * g
+            y = y + local_eta * lmo(local_beta * m + (1 - local_beta) * g if nesterov else m)
+        return start - y
+
     def update(g, delay):
         nonlocal x, momentum, k
         step, alpha = eta, 1 - beta
@@ -63,7 +76,8 @@ def play(
         if method == "delay_adaptive":
             step = eta * n / max(n, delay)
         momentum = (1 - alpha) * momentum + alpha * g
-        x = x + step * lmo((1 - alpha) * momentum + alpha * g if nesterov else momentum)
+        u = (1 - alpha) * momentum + alpha * g if nesterov else momentum
+        x = x + step * (lmo(u) if local is None else -u)
         k += 1
 
     def start(i, now):
@@ -81,7 +95,7 @@ def play(
         events.append((now, i, version, k, "accepted" if accepted else "stale"))
         waits = False
         if accepted:
-            g = matrix @ work[i]["x"] - b
+            g = gradient(work[i]["x"])
             if method in ("rennala", "synchronous"):
                 collected.append(g)
                 contributed.add(i)

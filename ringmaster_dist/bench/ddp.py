@@ -36,7 +36,7 @@ def main(eta: float, target: float, limit_seconds: float, overrides: list[str]) 
     dist.init_process_group("gloo")
     model = DistributedDataParallel(problem.model)
     optimizers = optimizers_of(problem.model, eta)
-    base = float(cluster_seconds(config.cluster, rank + 1)[rank])
+    base = float(cluster_seconds(config, rank + 1)[rank])
     key = randomness.worker_key(config.run.seed, randomness.STREAM_JITTER, rank)
     seconds, in_optimizer, step, backward_seconds = 0.0, 0.0, 0, 0.0
     loss, reached = float("inf"), torch.zeros(())

@@ -189,7 +189,9 @@ def run_advise(arguments: Namespace, overrides: list[str]) -> int:
     thresholds = sorted(arguments.thresholds)
     rows_bounds = _rows_bounds(config)
     found = _forecasts(times, thresholds, 0.0 if arguments.run else config.cluster.jitter, rows_bounds)
-    print(f"{what}: {len(times)} workers, {times[0]:.4g} to {times[-1]:.4g} s per gradient")
+    steps = config.local.steps
+    pushed = "gradient" if steps == 1 else f"push of {steps} local steps"
+    print(f"{what}: {len(times)} workers, {times[0]:.4g} to {times[-1]:.4g} s per {pushed}")
     synchronous = max(1e-12, found["synchronous"].updates_per_second)
     rows = []
     for name, played in found.items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from ringmaster_dist.config.own_code import problem_from
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.config.validate import check_row_bounds
 from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems.local_steps import LocalSteps
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.server import weights
@@ -45,6 +47,18 @@ def rows_of(config: Config, slot: int) -> int:
 def build_problem(config: Config, device: str = "cpu", rows: int | None = None) -> Problem:
     """The problem of a configuration, on a device, which becomes the current one. ``rows`` replaces problem.batch."""
     devices.select(device)
+    problem, local = _single_steps(config, device, rows), config.local
+    if local.steps == 1:
+        return problem
+    assert local.eta is not None, "compose has completed it"
+    assert local.beta is not None, "compose has completed it"
+    layout = _layout(config, problem, _norms(config))
+    make_update = partial(_update, config, dtype=problem.dtype)
+    return LocalSteps(problem, layout, make_update, local.steps, eta=local.eta, beta=local.beta)
+
+
+def _single_steps(config: Config, device: str, rows: int | None) -> Problem:
+    """The problem without local steps."""
     problem = config.problem
     if problem.name == "quadratic":
         return Quadratic(problem.dim, problem.noise, problem.clip)
@@ -197,19 +211,31 @@ def build_rows_by_speed(config: Config, problem: Problem) -> RowsBySpeed | None:
 
 
 def build_layout(config: Config, problem: Problem) -> Layout:
-    """Where the problem's parameters lie in the flat iterate. The problem is bound to this layout."""
-    geometry = config.geometry
-    norms = {}
+    """Where the problem's parameters lie in the flat iterate. The problem is bound to this layout.
+
+    With local steps the server has no oracles, because the steps of the workers have them.
+    """
+    norms = _norms(config) if config.local.steps == 1 else {role: Norm("none") for role in ROLES}
+    layout = _layout(config, problem, norms)
+    problem.bind(layout)
+    return layout
+
+
+def _norms(config: Config) -> dict[str, Norm]:
+    """The norm of each role."""
+    geometry, norms = config.geometry, {}
     for role in ROLES:
         decay = getattr(geometry.weight_decay, role)
         decay = config.method.weight_decay if decay is None else decay
         norms[role] = Norm(getattr(geometry, role), getattr(geometry.radius, role), decay)
+    return norms
+
+
+def _layout(config: Config, problem: Problem, norms: Mapping[str, Norm]) -> Layout:
     try:
-        layout = Layout(problem.parameters, norms)
+        return Layout(problem.parameters, norms)
     except ValueError as error:
         raise UserError(f"problem={config.problem.name}: {error}") from error
-    problem.bind(layout)
-    return layout
 
 
 def build_wire(config: Config) -> Wire:
@@ -225,19 +251,23 @@ def build_core(
 ) -> ServerCore:
     """The server core at the beginning of a run, on a device. With ``init``, its weights are in the run's directory."""
     layout = build_layout(config, problem)
-    update = Update(
-        layout,
-        dtype=problem.dtype,
-        device=device,
-        nesterov=config.method.nesterov,
-        orthogonalization=config.geometry.orthogonalization,
-        precision=_dtype(config.geometry.precision),
-    )
+    update = _update(config, layout, dtype=problem.dtype, device=device)
     initial = problem.initial(config.run.seed)
     if run is not None and config.init:
         initial = _given(run / INITIAL, layout, problem)
     rows = build_rows_by_speed(config, problem)
     return ServerCore(initial, build_method(config, layout), update, build_wire(config).gradient_dtype, rows)
+
+
+def _update(config: Config, layout: Layout, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Update:
+    return Update(
+        layout,
+        dtype=dtype,
+        device=device,
+        nesterov=config.method.nesterov,
+        orthogonalization=config.geometry.orthogonalization,
+        precision=_dtype(config.geometry.precision),
+    )
 
 
 def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:
@@ -250,7 +280,7 @@ def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:
 
 def accepted_tokens(config: Config) -> Callable[[WorkerMeasurements], int]:
     """The tokens of a worker's accepted gradients; 0 if the problem has no tokens."""
-    length = config.model.sequence_len if config.problem.name == "nanochat" else 0
+    length = config.model.sequence_len * config.local.steps if config.problem.name == "nanochat" else 0
     if config.cluster.batch == "auto":
         return lambda worker: worker.accepted_rows * worker.ranks * length
     return lambda worker: worker.accepted * rows_of(config, worker.slot) * worker.ranks * length

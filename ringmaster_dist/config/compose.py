@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.schema import KEYS, Config, suggested_eta
+from ringmaster_dist.config.schema import BETA, KEYS, SERVER_BETA, SERVER_ETA, Config, suggested_eta
 from ringmaster_dist.config.validate import refusal, validate
 
 _MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")  # sections that a resumed run may change
@@ -80,11 +80,23 @@ def from_yaml(text: str) -> Config:
 
 
 def _completed(composed: DictConfig) -> DictConfig:
-    """The same configuration, with a step size if none was given."""
-    method = composed.method
-    if method.get("eta") is None:
-        method.eta = suggested_eta(composed.problem.name, composed.geometry.name, method.name)
+    """The same configuration, with step sizes if none were given."""
+    problem, geometry, method = composed.problem.name, composed.geometry.name, composed.method
+    eta, beta = suggested_eta(problem, geometry, method.name), BETA
+    if OmegaConf.select(composed, "local.steps", default=1) != 1:
+        _fill(composed.local, eta=suggested_eta(problem, geometry, "ringmaster"), beta=BETA)
+        eta, beta = SERVER_ETA, SERVER_BETA
+    _fill(method, eta=eta)
+    if KEYS["method.beta"].exists(method.name, ""):
+        _fill(method, beta=beta)
     return composed
+
+
+def _fill(section: DictConfig, **defaults: float) -> None:
+    """Gives these keys a value if they have none."""
+    for key, value in defaults.items():
+        if section.get(key) is None:
+            section[key] = value
 
 
 def _refuse_renamed(override: str) -> None:
@@ -181,6 +193,7 @@ def _with_types(composed: DictConfig) -> DictConfig:
     """The configuration on top of the schema, which checks types and fills in what is missing."""
     schema = OmegaConf.structured(Config)
     schema.method.threshold = schema.method.batch = None  # a method that has one of them says so
+    schema.method.beta = BETA  # for the method that has none
     try:
         merged = OmegaConf.merge(schema, composed)
     except OmegaConfBaseException as error:

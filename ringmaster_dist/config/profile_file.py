@@ -111,11 +111,15 @@ def _differences(measured: dict[str, Any], wanted: dict[str, Any]) -> str:
     return ", ".join([*shown, "..."] if len(keys) > _SHOWN_DIFFERENCES else shown)
 
 
-def cluster_seconds(cluster: ClusterConfig, num_workers: int) -> NDArray[np.float64]:
-    """Seconds per gradient of the first workers of a cluster, by its profile or as measured; shape (num_workers,)."""
+def cluster_seconds(config: Config, num_workers: int) -> NDArray[np.float64]:
+    """Seconds per push of the first workers of a cluster, by its profile or as measured; shape (num_workers,).
+
+    A push takes ``local.steps`` gradients.
+    """
+    cluster = config.cluster
     if cluster.profile != "file":
-        return base_seconds(cluster.profile, num_workers, cluster.unit_seconds)
-    return np.resize(np.array(measured_times(cluster)), num_workers)  # dealt in turn
+        return config.local.steps * base_seconds(cluster.profile, num_workers, cluster.unit_seconds)
+    return config.local.steps * np.resize(np.array(measured_times(cluster)), num_workers)  # dealt in turn
 
 
 def measured_times(cluster: ClusterConfig) -> list[float]:

@@ -175,7 +175,9 @@ class MethodConfig:
         "classical", "classical means L1 = 0; generalized means L1 > 0 and takes eta/17; known takes 1/(17 l1).",
         one_of=("classical", "generalized", "known"), only=("ringmaster_agnostic",))
     l1: float | None = key(None, "This is L1, if it is known.", above=0, only=("ringmaster_agnostic",))
-    beta: float = key(0.95, "This is the momentum; 0.95 is usual.", least=0, below=1, only=_CONSTANT_MOMENTUM)
+    beta: float = key(
+        MISSING, "This is the momentum; null means 0.95, or 0 with local steps.", least=0, below=1,
+        only=_CONSTANT_MOMENTUM)
     schedule: str = key(
         "constant", "theory takes eta, beta and threshold from method.constants (Theorem 1).",
         one_of=("constant", "theory"), only=("ringmaster",))
@@ -192,6 +194,18 @@ class MethodConfig:
     final_eta_fraction: float = key(0.0, "This fraction of eta is left at the end of the decay.", least=0, most=1)
     warmup_updates: int = key(0, "This is warmup as a number of updates.", only=_OLD_RUNS)
     decay_updates: int = key(0, "This is decay as a number of updates.", only=_OLD_RUNS)
+
+
+@dataclass
+class LocalConfig:
+    steps: int = key(
+        1, "A worker takes this many steps of its own and pushes the distance, for slow links. 1 pushes each gradient.",
+        least=1)
+    eta: float | None = key(
+        None, "These steps have this size; null takes what suits problem and geometry. method.eta is the server's.",
+        above=0)
+    beta: float | None = key(
+        None, "These steps have this momentum, which begins at zero with each push; null means 0.95.", least=0, below=1)
 
 
 @dataclass
@@ -311,6 +325,7 @@ class Config:
     data: DataConfig = section(DataConfig)
     method: MethodConfig = section(MethodConfig)
     geometry: GeometryConfig = section(GeometryConfig)
+    local: LocalConfig = section(LocalConfig)
     logger: LoggerConfig = section(LoggerConfig)
     simulation: SimulationConfig = section(SimulationConfig, command="simulate")
     watch: bool = key(False, "true serves a page on this machine that shows the run while it lasts.", command="train")
@@ -344,6 +359,10 @@ _STEPS = {
         {"ringmaster_agnostic": 25.0, "delay_adaptive": 0.5, "asynchronous": 0.5},
     ),
 }
+
+
+BETA = 0.95  # the default of method.beta, and of local.beta
+SERVER_ETA, SERVER_BETA = 0.25, 0.0  # the defaults of method.eta and method.beta with local steps; see docs/choosing.md
 
 
 def suggested_eta(problem: str, geometry: str, method: str) -> float:

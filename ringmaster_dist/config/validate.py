@@ -10,7 +10,7 @@ from typing import Any
 
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.keys import Key, own_keys
-from ringmaster_dist.config.profile_file import cluster_seconds
+from ringmaster_dist.config.profile_file import cluster_seconds, measured_times
 from ringmaster_dist.config.schema import ClusterConfig, Config
 from ringmaster_dist.profiles import PROFILES
 
@@ -33,6 +33,7 @@ def validate(config: Config, *, real_time: bool = False) -> None:
         )
     _check_ramps(config)
     _check_method(config)
+    _check_local(config)
 
 
 def _check_values(section: Any, prefix: str) -> None:
@@ -92,7 +93,7 @@ def _check_cluster(cluster: ClusterConfig, real_time: bool) -> None:
     if cluster.times is not None and cluster.profile != "file":
         raise UserError(f"cluster.times={cluster.times} counts only with cluster.profile=file")
     if cluster.profile == "file":
-        cluster_seconds(cluster, 1)  # reads the file
+        measured_times(cluster)  # reads the file
     for index, phase in enumerate(cluster.phases):
         for worker in phase.workers or ():
             if not 0 <= worker < cluster.workers:
@@ -157,6 +158,27 @@ def _check_method(config: Config) -> None:
         _check_batch(config)
 
 
+def _check_local(config: Config) -> None:
+    local = config.local
+    if local.steps == 1:
+        for name in ("eta", "beta"):
+            if (value := getattr(local, name)) is not None:
+                raise UserError(f"local.{name}={value:g} counts only with local.steps above 1")
+        return
+    if config.method.schedule == "theory":
+        raise UserError(f"method.schedule=theory is for single gradients: remove it, or local.steps={local.steps}")
+    if config.method.threshold == "auto" and config.method.beta == 0:
+        raise UserError(
+            "method.threshold=auto is at most 1/(1 - method.beta), which is 1 here: give a number, such as the number "
+            "of workers, or set method.beta"
+        )
+    if config.cluster.batch is not None:
+        raise UserError(
+            f"cluster.batch and local.steps={local.steps} do not go together: the length of an oracle's step does not "
+            "depend on the rows, so every push would have the same weight"
+        )
+
+
 def _check_batch(config: Config) -> None:
     batch, workers, seconds = config.method.batch, config.cluster.workers, config.budget.seconds
     if batch is None:
@@ -168,7 +190,7 @@ def _check_batch(config: Config) -> None:
             f"each of the {workers} workers; use at most {most}"
         )
     if seconds is not None and not config.cluster.phases and config.cluster.profile != "none":
-        times = cluster_seconds(config.cluster, workers)
+        times = cluster_seconds(config, workers)
         deliverable = int((seconds // times).sum())
         if batch > deliverable:
             raise UserError(

@@ -81,6 +81,12 @@ def gradient_of(
     return cast(RowsProblem, problem).gradient(iterate, seed, worker_id, sequence, stop, rows)
 
 
+def unwrapped(problem: Problem) -> Problem:
+    """The problem itself, without the local steps around it."""
+    inner: Problem = getattr(problem, "unwrapped", problem)
+    return inner
+
+
 def evaluate_at_the_end(problem: Problem, iterate: torch.Tensor) -> dict[str, float]:
     """The closing evaluation. A problem may use more data for it than for the evaluations during training."""
     thorough: Callable[[torch.Tensor], dict[str, float]] = getattr(problem, "evaluate_at_the_end", problem.evaluate)

@@ -43,7 +43,9 @@ def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
         gradient_seconds[torch.device(device).type] = _gradient_seconds(config, tried, iterate)
     update_seconds = _update_seconds(config, problem, core, iterate)
     measured = ", ".join(f"{_duration(seconds)} on {kind}" for kind, seconds in gradient_seconds.items())
-    print(f"one gradient: {measured}; one update: {_duration(update_seconds)} on {where}")
+    steps = config.local.steps
+    pushed = "gradient" if steps == 1 else f"push of {steps} local steps"
+    print(f"one {pushed}: {measured}; one update: {_duration(update_seconds)} on {where}")
     _say_evaluation(config, problem, iterate)
     _say_rates(config, core, _worker_seconds(config, local, gradient_seconds), update_seconds)
     return 0
@@ -124,7 +126,7 @@ def _worker_seconds(config: Config, local: list[str], gradient_seconds: Mapping[
     Workers elsewhere are taken to have the same devices as those here.
     """
     cluster = config.cluster
-    paces = cluster_seconds(cluster, cluster.workers) if cluster.profile != "none" else [0.0] * cluster.workers
+    paces = cluster_seconds(config, cluster.workers) if cluster.profile != "none" else [0.0] * cluster.workers
     kinds = [torch.device(devices.in_turn(local, slot)).type for slot in range(cluster.workers)]
     own = [gradient_seconds[kind] for kind in kinds]
     here = range(local_workers(config))

@@ -13,7 +13,7 @@ from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.records import Member, MetricsRow, Summary
 from ringmaster_dist.observe.run_directory import Lines, RunDirectory
 from ringmaster_dist.observe.run_files import FINAL, MEMBERS, METRICS, ROWS, THRESHOLDS, TRACE
-from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems import Problem, unwrapped
 from ringmaster_dist.protocol import Push, Receipt, Seat, Verdict
 from ringmaster_dist.server.core import ServerCore
 
@@ -103,6 +103,7 @@ def _sample(problem: Problem, core: ServerCore) -> str:
     from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
     from ringmaster_dist.problems.nanochat.tokenizer import BOS
 
+    problem = unwrapped(problem)
     assert isinstance(problem, NanoChatProblem)
     tokenizer = problem.rows.tokenizer()
     problem.load(core.snapshot.iterate.cpu())

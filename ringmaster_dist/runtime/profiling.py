@@ -57,7 +57,7 @@ def profile(
 def _measure(
     config: Config, device: str, steps: int, progress: Callable[[str, int, int], None]
 ) -> tuple[list[float], Layout]:
-    """The seconds of each gradient. A worker's copies between host and device are part of them."""
+    """The seconds of each gradient. A worker's copies between host and device are part of them, as are local steps."""
     problem = build_problem(config, device)
     layout = build_layout(config, problem)
     iterate = problem.initial(config.run.seed)  # (size,)
@@ -66,7 +66,7 @@ def _measure(
         began = time.perf_counter()
         problem.gradient(iterate, config.run.seed, 0, step)
         devices.finish(device)
-        seconds.append(time.perf_counter() - began)
+        seconds.append((time.perf_counter() - began) / config.local.steps)
         progress(device, step, _WARM_UPS + steps)
     return seconds[_WARM_UPS:], layout
 

@@ -15,7 +15,7 @@ from ringmaster_dist.config.build import build_layout, build_problem, build_rows
 from ringmaster_dist.config.errors import UserError, warn
 from ringmaster_dist.config.own_code import reported_once
 from ringmaster_dist.config.schema import Config
-from ringmaster_dist.problems import Problem, gradient_of, never
+from ringmaster_dist.problems import Problem, gradient_of, never, unwrapped
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.server import weights
 
@@ -41,6 +41,7 @@ def _rehearse(config: Config, device: str) -> None:
     problem = build_problem(config, device)
     with reported_once(target, "the problem could not be set up"):
         layout = build_layout(config, problem)
+        problem = unwrapped(problem)  # the user's code computes single gradients
         size = layout.size
         iterate = problem.initial(seed)
         _check_tensor(target, "the initial iterate", iterate, size, problem)

@@ -13,7 +13,7 @@ from ringmaster_dist.config.build import build_layout, build_problem
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
-from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems import Problem, unwrapped
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.checkpoints import Checkpoints, is_checkpoint, read
@@ -56,7 +56,7 @@ def find_weights(path: Path) -> Weights:
         iterate, version = _load(file, layout, problem.dtype)
     except (ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{file} cannot be used: {error}") from error
-    return Weights(config, problem, layout, iterate, version, file, config_file)
+    return Weights(config, unwrapped(problem), layout, iterate, version, file, config_file)
 
 
 def _load(file: Path, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
@@ -84,7 +84,7 @@ def chosen_weights(config: Config) -> Tensors | None:
     layout = build_layout(config, problem)
     try:
         iterate = weights.flat(tensors, layout, problem.dtype)
-        _refuse_other_frozen(problem, iterate, tensors)
+        _refuse_other_frozen(unwrapped(problem), iterate, tensors)
         if not bool(torch.isfinite(iterate).all()):
             raise ValueError("it has numbers that are not finite")
     except ValueError as error:

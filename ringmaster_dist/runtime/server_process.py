@@ -248,7 +248,7 @@ def _summary(
     paced = cluster.profile != "none"
     workers = {}
     for worker, status in service.workers.items():
-        base = float(cluster_seconds(cluster, status.seat.slot + 1)[-1]) if paced else 0.0
+        base = float(cluster_seconds(config, status.seat.slot + 1)[-1]) if paced else 0.0
         workers[worker] = WorkerSummary(
             base_seconds=base,
             interrupted=status.interruptions.num,

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ringmaster_dist.algorithm.layout import Layout
-from ringmaster_dist.problems import Problem
+from ringmaster_dist.problems import Problem, unwrapped
 from ringmaster_dist.problems.module import ModuleProblem
 
 INITIAL = "initial.safetensors"  # in a run directory: the weights that the run began from, with init=
@@ -22,6 +22,7 @@ INITIAL = "initial.safetensors"  # in a run directory: the weights that the run 
 
 def by_name(problem: Problem, layout: Layout, iterate: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the whole state of a module at the iterate. Another problem has only its parameters."""
+    problem = unwrapped(problem)
     if isinstance(problem, ModuleProblem):
         return problem.state_dict(iterate)
     return {name: view.clone() for name, view in layout.views(iterate).items()}

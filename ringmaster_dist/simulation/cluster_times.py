@@ -16,7 +16,7 @@ from ringmaster_dist.profiles import GPU_GRADIENT_SECONDS
 
 
 def gradient_times(given: Mapping[str, str], gpus: bool, config: Config) -> tuple[list[float], str]:
-    """Seconds per gradient of each worker, sorted, and a description of their source.
+    """Seconds per push of each worker, sorted, and a description of their source. A push is local.steps gradients.
 
     ``given`` may have one of the words ``times``, ``file`` and ``run`` of the command line. Raises UserError.
     """
@@ -35,8 +35,10 @@ def gradient_times(given: Mapping[str, str], gpus: bool, config: Config) -> tupl
     elif gpus:
         times, what = list(GPU_GRADIENT_SECONDS.values()), "the paper's GPUs"
     else:
-        times = cluster_seconds(config.cluster, config.cluster.workers).tolist()
+        times = cluster_seconds(config, config.cluster.workers).tolist()
         what = f"{config.cluster.workers} workers, {config.cluster.profile}"
+    if sources and "run" not in given:  # the others are times of pushes already
+        times = [config.local.steps * seconds for seconds in times]
     if min(times) <= 0 or not all(map(math.isfinite, times)):
         raise UserError(f"gradient times must be above 0 seconds: {min(times):g}")
     return sorted(times), what

@@ -115,7 +115,7 @@ class Recorder:
 
 def build_speeds(config: Config) -> Speeds:
     cluster = config.cluster
-    base = cluster_seconds(cluster, cluster.workers)
+    base = cluster_seconds(config, cluster.workers)
     rates = None
     if cluster.phases:
         phases = [Phase(p.start_seconds, p.rate, p.workers) for p in cluster.phases]
@@ -138,7 +138,8 @@ def choose_engine(config: Config, core: ServerCore, problem: Problem, speeds: Sp
         if engine == "compiled":
             raise UserError(
                 "simulation.engine=compiled plays the quadratic at speeds and thresholds that do not change; "
-                "remove cluster.phases and problem.clip, give method.threshold a number, or use simulation.engine=core"
+                "remove cluster.phases, problem.clip and local.steps, give method.threshold a number, or use "
+                "simulation.engine=core"
             )
         return Simulator
     seconds = config.budget.seconds or math.inf

@@ -25,7 +25,7 @@ class Job:
     device: str
     fingerprint: str
     seed: int
-    base_seconds: float | None  # per gradient of the usual number of rows, when pacing
+    base_seconds: float | None  # per push of the usual number of rows, when pacing
     usual_rows: int
     jitter: float
     interrupt: bool
@@ -57,7 +57,7 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
     cluster = config.cluster
     pace = None
     if cluster.profile != "none":
-        pace = float(cluster_seconds(cluster, slot + 1)[slot])
+        pace = float(cluster_seconds(config, slot + 1)[slot])
     layout = build_layout(config, problem)
     return Job(
         problem=problem,

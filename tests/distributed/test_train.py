@@ -293,9 +293,10 @@ def resident_bytes(pid):
         return 0
 
 
-@pytest.mark.parametrize(("method", "dtype"), [("ringmaster", "int8"), ("rennala", "bfloat16")])
-def test_a_narrow_wire_replays_to_the_same_bits(method, dtype, tmp_path):
-    wire = [f"wire.gradient_dtype={dtype}", "wire.iterate_dtype=float32"]
+@pytest.mark.parametrize(("method", "dtype", "steps"), [("ringmaster", "int8", 4), ("rennala", "bfloat16", 1)])
+def test_a_narrow_wire_replays_to_the_same_bits(method, dtype, steps, tmp_path):
+    """The distance of local steps travels as a gradient does."""
+    wire = [f"wire.gradient_dtype={dtype}", "wire.iterate_dtype=float32", f"local.steps={steps}"]
     with Run(tmp_path / "run", f"method={method}", *METHODS[method], *wire, "budget.updates=40") as run:
         summary = check_finished(run)
     assert summary["updates"] == 40

@@ -142,7 +142,7 @@ def test_printed_configuration_loads_back():
         (["cluster.workers=0"], ["cluster.workers=0", "a whole number of at least 1", "compute gradients"]),
         (["cluster.workers=many"], ["cluster.workers=many", "a whole number"]),
         (["run.trace=maybe"], ["run.trace=maybe", "true or false"]),
-        (["method.beta=null"], ["method.beta=null", "a number"]),
+        (["method.nesterov=null"], ["method.nesterov=null", "true or false"]),
         (["server.port=1"], ["server.port", "only ringmaster train"]),
         (["+method.batch=3"], ["method.batch", "method=ringmaster"]),
         (["+foo=1"], ["foo", "no such key"]),
