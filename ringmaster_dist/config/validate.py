@@ -167,11 +167,6 @@ def _check_local(config: Config) -> None:
         return
     if config.method.schedule == "theory":
         raise UserError(f"method.schedule=theory is for single gradients: remove it, or local.steps={local.steps}")
-    if config.method.threshold == "auto" and config.method.beta == 0:
-        raise UserError(
-            "method.threshold=auto is at most 1/(1 - method.beta), which is 1 here: give a number, such as the number "
-            "of workers, or set method.beta"
-        )
     if config.cluster.batch is not None:
         raise UserError(
             f"cluster.batch and local.steps={local.steps} do not go together: the length of an oracle's step does not "

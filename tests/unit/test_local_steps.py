@@ -196,7 +196,6 @@ def test_defaults_and_mistakes_of_the_keys():
     for overrides, message in [
         (["local.steps=0"], "local.steps=0: must be a whole number of at least 1"),
         (["local.eta=0.1"], "local.eta=0.1 counts only with local.steps above 1"),
-        (["local.steps=2", "method.threshold=auto"], "method.threshold=auto is at most"),
         (["local.steps=2", "method.schedule=theory", "budget.updates=9", "method.constants.smoothness=1",
           "method.constants.noise=1", "method.constants.initial_gap=1"], "method.schedule=theory is for single"),
     ]:  # fmt: skip
