@@ -252,11 +252,10 @@ def test_your_own_model_as_the_readme_says(tmp_path):
     first = json.loads((tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()[0])
     assert summary["final_loss"] < 0.7 * first["loss"]
     (tmp_path / "silent.py").write_text(code.replace("evaluate=evaluate, ", ""))  # evaluate is optional
-    for command in ("train", "simulate"):
-        silent = ringmaster(command, "problem=python", "problem.target=silent:factory", "cluster.workers=2",
-                            "budget.updates=20", cwd=tmp_path)  # fmt: skip
-        assert silent.returncode == 0, silent.stderr
-        assert "20 updates" in silent.stdout
+    silent = ringmaster("train", "problem=python", "problem.target=silent:factory", "cluster.workers=2",
+                        "budget.updates=20", cwd=tmp_path)  # fmt: skip
+    assert silent.returncode == 0, silent.stderr
+    assert "20 updates" in silent.stdout
     wrong = ringmaster("train", "problem=python", "problem.target=my_problem:nothing", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "cannot be imported" in wrong.stderr
@@ -302,14 +301,14 @@ def test_nanochat_from_training_to_text(tmp_path):
 def test_an_experiment_is_reproduced_and_resumed(tmp_path):
     """A small experiment tunes every method and writes its tables, figure and summary. A second call gives the same
     bytes."""
-    command = ["experiment", "quadratic", "size=smoke", "seeds=2", "regimes=sublinear,linear"]
+    command = ["experiment", "quadratic", "size=smoke", "seeds=2", "regimes=linear"]
     done = ringmaster(*command, f"dir={tmp_path}/a")
     assert done.returncode == 0, done.stderr
     assert "Best first: ringmaster" in done.stdout[done.stdout.index("## linear") :]
     assert (tmp_path / "a/quadratic.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "a/quadratic.pdf").read_bytes()[:4] == b"%PDF"
     tables = {name: (tmp_path / "a" / name).read_bytes() for name in ("tuning.csv", "curves.csv")}
-    assert tables["tuning.csv"].count(b"\n") == 1 + 2 * (4 + 2 + 4 + 2)
+    assert tables["tuning.csv"].count(b"\n") == 1 + (4 + 2 + 4 + 2)
     lost = sorted((tmp_path / "a/runs").glob("*.json"))[::3]
     for path in lost:  # as if it had been interrupted
         path.unlink()

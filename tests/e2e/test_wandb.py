@@ -43,7 +43,7 @@ def test_an_offline_run_is_read_back_and_resumed(tmp_path):
     assert about.run_id == (run / "wandb.id").read_text()
     assert (about.project, about.display_name, list(about.tags)) == ("ringmaster", "run", ["paced"])
     config = {item.key: json.loads(item.value_json) for item in about.config.update}
-    assert config["method"]["threshold"] == 8
+    assert config["method"]["threshold"] == "auto"
     rows = history(found)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [row for row in rows if "progress/gap" in row]

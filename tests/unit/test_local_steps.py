@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from ringmaster_dist import randomness
-from ringmaster_dist.config.build import build_core, build_layout, build_problem, tokens_of_slot
+from ringmaster_dist.config.build import accepted_tokens, build_core, build_layout, build_problem
 from ringmaster_dist.config.compose import compose, from_yaml, load
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
@@ -19,8 +19,9 @@ from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.problems.ranks import gradient_in_turn, sequence_of
 from ringmaster_dist.profiles import base_seconds, jittered_seconds
-from ringmaster_dist.protocol import Verdict
+from ringmaster_dist.protocol import Interruptions, Verdict
 from ringmaster_dist.server import weights
+from ringmaster_dist.server.meter import WorkerMeasurements
 from ringmaster_dist.simulation.cluster_times import gradient_times
 from ringmaster_dist.simulation.session import simulate
 from tests.transcription import play
@@ -180,7 +181,8 @@ def test_one_step_is_the_problem_itself():
 def test_times_and_tokens_are_those_of_a_push():
     config = load(["problem=nanochat", "local.steps=5", "cluster.workers=3", "cluster.profile=linear"])
     assert cluster_seconds(config, 3).tolist() == [5.0, 10.0, 15.0]
-    assert tokens_of_slot(config)(1) == 5 * 4 * 128
+    worker = WorkerMeasurements(0, 0, 3, 0, 0, Interruptions(), 0.0, 0.0, ranks=2)  # with 3 accepted pushes
+    assert accepted_tokens(config)(worker) == 3 * 2 * 5 * 4 * 128
     assert gradient_times({"times": "2,1"}, False, config)[0] == [5.0, 10.0]
     assert gradient_times({}, False, config)[0] == [5.0, 10.0, 15.0]
 
