@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.schema import BETA, KEYS, SERVER_BETA, SERVER_ETA, Config, suggested_eta
+from ringmaster_dist.config.schema import AUTO, BETA, KEYS, SERVER_BETA, SERVER_ETA, Config, suggested_eta
 from ringmaster_dist.config.validate import refusal, validate
 
 _MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")  # sections that a resumed run may change
@@ -82,7 +82,8 @@ def from_yaml(text: str) -> Config:
 def _completed(composed: DictConfig) -> DictConfig:
     """The same configuration, with step sizes if none were given."""
     problem, geometry, method = composed.problem.name, composed.geometry.name, composed.method
-    eta, beta = suggested_eta(problem, geometry, method.name), BETA
+    is_auto = method.name == "ringmaster" and method.get("threshold", AUTO) == AUTO
+    eta, beta = suggested_eta(problem, geometry, AUTO if is_auto else method.name), BETA
     if OmegaConf.select(composed, "local.steps", default=1) != 1:
         _fill(composed.local, eta=suggested_eta(problem, geometry, "ringmaster"), beta=BETA)
         eta, beta = SERVER_ETA, SERVER_BETA

@@ -346,6 +346,8 @@ class _Steps(NamedTuple):
     factors: dict[str, float]  # for the other methods
 
 
+AUTO = "auto"  # a value of method.threshold
+
 # The default of method.eta. The quadratic has the paper's; NanoChat has the winners of ``ringmaster experiment steps``
 # and ``radii``. A model of the user's own gets what suited small ones, which is a guess; see docs/choosing.md.
 _STEPS = {
@@ -353,7 +355,9 @@ _STEPS = {
         {"muon": 0.2, "scion": 0.2, "euclidean": 0.2, "sign": 0.005},
         {"ringmaster_agnostic": 25.0, "delay_adaptive": 0.04, "asynchronous": 0.04},
     ),
-    "nanochat": _Steps({"muon": 1.0, "scion": 0.01, "euclidean": 0.1, "sign": 0.003}, {"ringmaster_agnostic": 25.0}),
+    "nanochat": _Steps(
+        {"muon": 1.0, "scion": 0.01, "euclidean": 0.1, "sign": 0.003}, {"ringmaster_agnostic": 25.0, AUTO: 2.0}
+    ),
     "python": _Steps(
         {"muon": 0.01, "scion": 0.01, "euclidean": 0.01, "sign": 0.001},
         {"ringmaster_agnostic": 25.0, "delay_adaptive": 0.5, "asynchronous": 0.5},
@@ -366,7 +370,10 @@ SERVER_ETA, SERVER_BETA = 0.25, 0.0  # the defaults of method.eta and method.bet
 
 
 def suggested_eta(problem: str, geometry: str, method: str) -> float:
-    """The default of method.eta. A problem or geometry that is not known is refused elsewhere."""
+    """The default of method.eta. A problem or geometry that is not known is refused elsewhere.
+
+    ``method`` is a name, or `AUTO` for ringmaster with the automatic threshold, whose late steps are smaller.
+    """
     steps = _STEPS.get(problem, _STEPS["python"])
     eta = steps.by_geometry.get(geometry, steps.by_geometry["muon"]) * steps.factors.get(method, 1.0)
     return float(f"{eta:.6g}")  # without the digits that binary fractions add

@@ -222,7 +222,8 @@ def test_a_step_size_is_suggested_and_shown():
     assert load([]).method.eta == 0.2
     assert load(["method=delay_adaptive"]).method.eta == 0.008
     assert load(["method=ringmaster_agnostic"]).method.eta == 5.0
-    assert load(["problem=nanochat", "geometry=scion"]).method.eta < 0.1
+    assert load(["problem=nanochat", "geometry=scion"]).method.eta == 0.02
+    assert load(["problem=nanochat", "geometry=scion", "method.threshold=8"]).method.eta == 0.01
     assert load(["problem=nanochat", "method.eta=0.7"]).method.eta == 0.7
     assert "  eta: 0.2 " in annotated(compose([]))
     for geometry in groups()["geometry"]:
