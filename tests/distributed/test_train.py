@@ -259,18 +259,17 @@ def test_a_stopped_run_is_resumed(tmp_path):
         assert file.metadata()["version"] == "70"
 
 
-@pytest.mark.alone
 def test_the_memory_of_the_server_does_not_grow(tmp_path):
-    """It does not grow over ten thousand updates after the first thousand. With large iterates the server and a worker
-    hold only what they need."""
-    with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=2000", "budget.updates=11000") as run:
+    """It does not grow over three thousand updates after the first thousand. With large iterates the server and a
+    worker hold only what they need."""
+    with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=2000", "budget.updates=4000") as run:
         until(lambda: run.version() > 1000, "the first thousand")
         early, server = resident_bytes(run.server()), run.server()
         late = early
-        while run.version() < 10_900 and run.process.poll() is None:
+        while run.version() < 3900 and run.process.poll() is None:
             late = resident_bytes(server) or late
         summary = check_finished(run)
-    assert summary["updates"] == 11000
+    assert summary["updates"] == 4000
     assert late - early < 20e6, f"it grew by {(late - early) / 1e6:.1f} MB"
 
     big, size = ["cluster.profile=none", "problem.dim=1000000", "checkpoint.every=null", "run.samples=1"], 8e6
