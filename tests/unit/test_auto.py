@@ -118,7 +118,7 @@ def test_a_late_gradient_has_a_smaller_step():
 
 @pytest.mark.parametrize(("noise", "uses_all"), [(0.0, False), (30.0, True)])
 def test_slow_workers_contribute_where_noise_dominates(noise, uses_all):
-    """Without noise the threshold leaves out who is slow. With much noise everyone is needed."""
+    """Without noise the threshold leaves out slow workers. With much noise it needs all of them."""
     problem = Quadratic(300, noise)
     layout = Layout(problem.parameters, GEOMETRY_MAPS["euclidean"])
     method = AutoThreshold(Constant(0.5, 0.05), layout)
