@@ -6,7 +6,7 @@ the least number of rows. If the slowest worker would still be late with the lea
 more than usual, up to the most.
 
 Speeds come only from the pushes, in the order of their arrival. No clock is read, so a replay of the same arrivals
-assigns the same rows. The seconds per row of a worker are the median of its last few. All rows are assigned again if the
+assigns the same rows. The seconds per row of a worker are the median of its last few. All are assigned again if the
 seconds of a worker differ clearly from those of the last assignment. In between, a worker gets other rows only if its
 own are clearly wrong. So rows do not follow the jitter. A gradient is taken to cost nothing apart from its rows. If it
 costs more, rows change step by step, until a gradient takes as long as wanted.
