@@ -340,15 +340,6 @@ def test_advice_is_given():
     assert "advice: method=ringmaster method.threshold=" in done.stdout
 
 
-def test_an_experiment_on_language_in_small(tmp_path):
-    done = ringmaster("experiment", "radii", "size=smoke", "seeds=1", "regimes=delayed", f"dir={tmp_path}/n")
-    assert done.returncode == 0, done.stderr
-    assert "Best first" in done.stdout
-    for contender in ("radii", "one eta", "Muon + AdamW"):
-        assert f"| {contender} |" in done.stdout
-    assert (tmp_path / "n/radii.png").exists()
-
-
 def test_a_race_is_reproduced_and_resumed(tmp_path):
     """One cell in small: the stages, the tables and the figure, and the same bytes after runs were lost."""
     command = ["experiment", "machines", "size=smoke", "seeds=1", "regimes=quadratic-change", "jobs=1"]
@@ -404,7 +395,7 @@ def test_a_run_whose_steps_follow_its_budget_is_not_extended(tmp_path):
     assert longer.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["update", "simulator", pytest.param("exchange", marks=pytest.mark.alone)])
+@pytest.mark.parametrize("name", ["update", "simulator"])
 def test_benches_report(name):
     done = ringmaster("bench", name, "--quick", "--json")
     assert done.returncode == 0, done.stderr
