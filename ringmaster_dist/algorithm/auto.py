@@ -9,8 +9,13 @@ The method measures this with sketches of the accepted gradients. It needs the v
 but not that the gradient was late. So it knows the effect of delays that no worker has. A worker whose gradients are
 too stale is accepted again as soon as gradients of that age help again. Differences are averaged by the octave of the
 distance in versions: 0 and 1 (neighbours), 2 and 3, 4 to 7, and so on. The first octave with too much difference ends
-the delays that are accepted. The step of a gradient is ``eta / sqrt(1 + delay)``, because the eta of Theorem 1 falls
-with the square root of R.
+the delays that are accepted.
+
+Near a minimum this is not enough. There an iterate with late gradients runs past the minimum and back, for ever, and
+noise hides how gradients differ. But then gradients half an oscillation apart point against each other. While some
+octave does so, only delays at which gradients agree almost as well as neighbours are accepted.
+
+The step of a gradient is ``eta / sqrt(1 + delay)``, because the eta of Theorem 1 falls with the square root of R.
 
 Only accepted gradients and their versions count, so a replay of the same arrivals chooses the same thresholds. From one
 update to the next R grows by at most 1, so a stale gradient stays stale. It may fall by any amount.
@@ -32,6 +37,8 @@ from ringmaster_dist.algorithm.schedules import Schedule
 from ringmaster_dist.algorithm.sketch import Sketch, Sketcher, difference
 
 TOO_DIFFERENT = 1.5  # times the difference of neighbours
+AGAINST = 0.15  # gradients point against each other if the mean of their cosines is below the negative of this
+ALMOST = 0.9  # of the cosine of neighbours, which an oscillating iterate needs
 _LEAST_DIFFERENCE = 1e-4  # neighbours that differ by less are taken to differ by this much
 _OCTAVES = 14  # distances of up to 2**14 - 1 versions are measured
 _MEMORY = 100  # a mean difference is over about this many gradients
@@ -107,12 +114,19 @@ class AutoThreshold(Method):
             for mean, weight in zip(self._means, self._weights, strict=True)
         ]
         neighbours = max(means[0], _LEAST_DIFFERENCE) if not math.isnan(means[0]) else math.inf
+        against = next((octave for octave, mean in enumerate(means) if mean > 1 + AGAINST), None)
         for octave in range(1, _OCTAVES):
             ratio = means[octave] / neighbours
+            apart = f"gradients that are {_versions(octave)} versions apart"
             if ratio > TOO_DIFFERENT:
-                first, last = 2**octave, 2 ** (octave + 1) - 1
-                self._aim(first - 1, f"gradients that are {first} to {last} versions apart differ {ratio:.2f} times "
-                                     f"as much as neighbours, and {TOO_DIFFERENT} times is allowed")  # fmt: skip
+                self._aim(2**octave - 1, f"{apart} differ {ratio:.2f} times as much as neighbours, and "
+                                         f"{TOO_DIFFERENT} times is allowed")  # fmt: skip
+                return
+            if against is not None and 1 - means[octave] < ALMOST * (1 - means[0]):
+                cosine = 1 - means[against]
+                self._aim(2**octave - 1, f"the iterate oscillates: the cosine of gradients {_versions(against)} "
+                                         f"versions apart is {cosine:.2f}. So {apart} must agree at least {ALMOST} "
+                                         "times as well as neighbours, and they do not")  # fmt: skip
                 return
         self._aim(math.inf, f"gradients differ at most {TOO_DIFFERENT} times as much as neighbours at any distance")
 
@@ -141,6 +155,10 @@ class AutoThreshold(Method):
 def _is_kept(number: int, age: int) -> bool:
     step = 1 << max(0, age.bit_length() - 2)
     return age < 2**_OCTAVES and number % step == 0
+
+
+def _versions(octave: int) -> str:
+    return f"{2**octave} to {2 ** (octave + 1) - 1}"
 
 
 def _text_of(sketch: Sketch) -> str:

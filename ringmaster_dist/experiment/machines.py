@@ -25,8 +25,8 @@ _AGNOSTIC = 25.0  # the steps of this method shrink with the updates, so its gri
 _THRESHOLDS = (2, 4, 8, 16, 32, 64, 128)
 _BATCHES = (1, 2, 4, 8, 16)
 _ETAS = {
-    "scion": [0.0025, 0.005, 0.01, 0.02, 0.04],
-    "muon": [0.25, 0.5, 1.0, 2.0, 4.0],
+    "scion": [0.005, 0.01, 0.02, 0.04],
+    "muon": [0.5, 1.0, 2.0, 4.0],
     "quadratic": [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64],
 }
 # A gradient of this model takes a few milliseconds.
