@@ -22,8 +22,8 @@ CHANGE_AT = 0.25  # of the budget, when the quickest quarter of the workers slow
 _SLOWER = 8  # times, for the slow quarter of two_speeds and for the workers that slow down
 SHORT = 1 / 3  # of the budget. The first look at every setting lasts this long.
 _AGNOSTIC = 25.0  # the steps of this method shrink with the updates, so its grid of eta is that much larger
-_THRESHOLDS = (2, 4, 8, 16, 32, 64, 128)
-_BATCHES = (1, 2, 4, 8, 16)
+_THRESHOLDS = {8: (2, 4, 8, 16), 32: (2, 8, 32, 128)}  # by the number of workers
+_BATCHES = {8: (1, 2, 8), 32: (1, 4, 16)}
 _ETAS = {
     "scion": [0.005, 0.01, 0.02, 0.04],
     "muon": [0.5, 1.0, 2.0, 4.0],
@@ -38,9 +38,9 @@ _PROBLEMS = {
     "muon": (*_MODEL, "geometry=muon"),
     "quadratic": ("problem.dim=300",),
 }
-_GRADIENTS = {"scion": 1500, "muon": 1500, "quadratic": 2000}  # that all workers together compute within the budget
+_GRADIENTS = {"scion": 1000, "muon": 1000, "quadratic": 2000}  # that all workers together compute within the budget
 _SAMPLES = 48
-_LEAST = 3  # settings of a contender that are kept after a first look
+_LEAST = 2  # settings of a contender that are kept after a first look
 
 
 class Cell(NamedTuple):
@@ -154,10 +154,10 @@ def _cell(problem: str, workers: int, speeds: str) -> Cell:
     most = float((1.0 / times).sum() * times.max())  # the delay of the slowest worker if everything is accepted
     etas = {"method.eta": _ETAS[problem]}
     grids: dict[str, dict[str, list[float]]] = {
-        "ringmaster": {**etas, "method.threshold": [float(r) for r in _THRESHOLDS if r <= most]},
+        "ringmaster": {**etas, "method.threshold": [float(r) for r in _THRESHOLDS[workers] if r <= most]},
         "asynchronous": etas,
         "delay_adaptive": etas,
-        "rennala": {**etas, "method.batch": [float(batch) for batch in _BATCHES if batch <= workers]},
+        "rennala": {**etas, "method.batch": [float(batch) for batch in _BATCHES[workers]]},
         "ringmaster_agnostic": {"method.eta": [_AGNOSTIC * eta for eta in _ETAS[problem]]},
         **{name: etas for name, automatic in AUTOMATIC.items() if problem in automatic.problems},
     }

@@ -1,7 +1,7 @@
 """Who reaches a target loss first: tunes contenders, drops hopeless settings early, and runs the winners again.
 
 One rule holds for every contender of a cell. In cells whose runs take long, each setting gets a first look, a part of
-the budget, and the best third, and at least three, run the whole budget. Elsewhere all settings do. The setting that
+the budget, and the best third, and at least two, run the whole budget. Elsewhere all settings do. The setting that
 reaches the target first runs again with other seeds.
 
 The target of a cell is the lowest loss that any contender without an automatic choice has at two thirds of the budget.
