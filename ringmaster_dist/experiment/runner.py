@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -86,13 +87,19 @@ def with_estimate(progress: Progress) -> Progress:
 
 @contextmanager
 def processes(number: int) -> Iterator[Executor]:
-    """Processes with one thread each, which start with the first job. After an error, jobs that wait are dropped."""
+    """Processes with one thread each, which start with the first job.
+
+    After an error, Ctrl+C or SIGTERM they end at once, in the middle of a job.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("forkserver")) as pool:
         try:
             yield pool
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
             raise
 
 
