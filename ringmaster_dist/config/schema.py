@@ -296,6 +296,14 @@ class ServerConfig:
 
 
 @dataclass
+class WorkerConfig:
+    overlap: bool = key(
+        False, "true computes the next gradient while the last one is sent, at the newest snapshot there is. It is for "
+        "links on which an exchange takes a tenth of a gradient or more. A worker needs memory for one more snapshot "
+        "and two more gradients then, in their types on the wire.")
+
+
+@dataclass
 class WireConfig:
     gradient_dtype: str | None = key(
         None, "Gradients are sent in this type; null sends them as they are computed. int8 rounds at random, without "
@@ -330,6 +338,7 @@ class Config:
     simulation: SimulationConfig = section(SimulationConfig, command="simulate")
     watch: bool = key(False, "true serves a page on this machine that shows the run while it lasts.", command="train")
     server: ServerConfig = section(ServerConfig, command="train")
+    worker: WorkerConfig = section(WorkerConfig, command="train")
     wire: WireConfig = section(WireConfig, command="train")
     checkpoint: CheckpointConfig = section(CheckpointConfig, command="train")
     resume: str | None = key(
