@@ -298,9 +298,9 @@ class ServerConfig:
 @dataclass
 class WorkerConfig:
     overlap: bool = key(
-        False, "true computes the next gradient while the last one is sent, at the newest snapshot there is. It is for "
-        "links on which an exchange takes a tenth of a gradient or more. A worker needs memory for one more snapshot "
-        "and two more gradients then, in their types on the wire.")
+        False, "true computes the next gradient while the last one is sent, at the newest snapshot there is. Delays "
+        "grow. A worker still waits if an exchange takes less than a tenth or more than ten times of a gradient. It "
+        "needs memory for one more snapshot and two more gradients, in their types on the wire.")
 
 
 @dataclass

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 _NEVER_STALE = 2**62  # a version that no threshold makes stale
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0  # between two attempts; each pause doubles the last
 _WARN_SECONDS = 3.0  # a warning is logged after this long without the server, then each time the wait has doubled
-_QUICK = 0.1  # an exchange that takes less than this part of a gradient is waited for
+_LEAST_GAIN = 0.1  # overlap that would give fewer than this many gradients more, as a part, is not worth old snapshots
 
 
 class Lost(Exception):
@@ -150,11 +150,17 @@ class _LongPoll:
             self.ask(connection)
 
 
+def is_worth_overlap(exchange_seconds: float, gradient_seconds: float) -> bool:
+    """Whether a worker that overlaps the two delivers clearly more gradients."""
+    return min(exchange_seconds, gradient_seconds) >= _LEAST_GAIN * max(exchange_seconds, gradient_seconds)
+
+
 class Exchange:
     """The pushes of one membership, of which at most one is under way.
 
-    The main thread enters. With overlap, a push has a thread of its own, and its reply is there after `settle`. Quick
-    exchanges are waited for nevertheless, because waiting costs less than work at an old snapshot then.
+    The main thread enters. With overlap, a push has a thread of its own, and its reply is there after `settle`. If an
+    exchange is much shorter or much longer than a gradient, it is waited for nevertheless. Overlap would gain little
+    then, and snapshots would be older.
     """
 
     def __init__(self, link: Link, session: str, overlap: bool) -> None:
@@ -173,7 +179,7 @@ class Exchange:
         Raises what `Link.insist` raises.
         """
         assert self._under_way is None, "the server takes the next push only after the reply to the last"
-        if not self._overlap or self._seconds < _QUICK * push.compute_seconds:
+        if not (self._overlap and is_worth_overlap(self._seconds, push.compute_seconds)):
             return self._send(push)
         future: Future[Reply] = Future()
         self._under_way = future

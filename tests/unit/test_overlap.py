@@ -134,10 +134,10 @@ def test_gradients_are_computed_during_pushes_of_which_one_is_under_way():
     assert [receipt.delay for _, _, receipt in server.arrivals] == [0, 0, *[1] * 10]
 
 
-@pytest.mark.parametrize(("overlap", "exchange"), [(True, 0.0), (False, 0.01)])
-def test_a_quick_exchange_is_waited_for(overlap, exchange):
+@pytest.mark.parametrize(("overlap", "compute", "exchange"), [(True, 0.2, 0.0), (True, 0.0, 0.2), (False, 0.1, 0.1)])
+def test_the_reply_is_waited_for_if_overlap_gains_little(overlap, compute, exchange):
     with Server(ASYNCHRONOUS, 3) as server:
-        problem = work(server, compute=0.2, exchange=exchange, overlap=overlap)
+        problem = work(server, compute=compute, exchange=exchange, overlap=overlap)
     assert problem.num_overlapping == 0
     assert [receipt.delay for _, _, receipt in server.arrivals] == [0] * 3
 
