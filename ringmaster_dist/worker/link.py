@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_NEVER_STALE = 2**62  # a version that no threshold makes stale
+_NEVER_STALE = 2**62  # a version that no threshold makes stale, and a term whose versions no restart has lost
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0  # between two attempts; each pause doubles the last
 _WARN_SECONDS = 3.0  # a warning is logged after this long without the server, then each time the wait has doubled
 _LEAST_GAIN = 0.1  # overlap that would give fewer than this many gradients more, as a part, is not worth old snapshots
@@ -146,7 +146,7 @@ class _LongPoll:
         if self._link.is_current(self) and answer in (Staleness.AGAIN, Staleness.STALE):
             if answer is Staleness.STALE:
                 # The work may continue for a while. A poll about a version that is never stale keeps the lease.
-                self._version = _NEVER_STALE
+                self._term = self._version = _NEVER_STALE
             self.ask(connection)
 
 
