@@ -49,7 +49,8 @@ def run(quick: bool, as_json: bool) -> None:
     if missing := network.missing():
         print(f"links: this bench makes machines and links on this one, which needs {missing}", file=sys.stderr)
         return
-    show("links", _EQUAL_COLUMNS, as_long_as_a_gradient(seconds=3.0 if quick else 20.0), as_json)
+    modes, seconds = ((True,), 3.0) if quick else ((False, True), 20.0)
+    show("links", _EQUAL_COLUMNS, as_long_as_a_gradient(modes, seconds), as_json)
     if not quick:
         show(f"links, loss {_TARGET:g}", _LOSS_COLUMNS, to_the_same_loss(tuned()), as_json)
 
@@ -111,7 +112,8 @@ class _Delivered(NamedTuple):
         return 1.0 / self.per_second - self.gradient_seconds
 
 
-def as_long_as_a_gradient(seconds: float) -> list[dict[str, Any]]:
+def as_long_as_a_gradient(modes: Sequence[bool], seconds: float) -> list[dict[str, Any]]:
+    """A row with overlap or without it for each of the modes, from this many seconds each."""
     with Network() as net:
         host = net.machine("server")
         net.machine("worker")
@@ -119,7 +121,7 @@ def as_long_as_a_gradient(seconds: float) -> list[dict[str, Any]]:
         _say(f"an exchange of {8 * _DIM / 1e6:g} MB each way over {_RATE} is measured")
         exchange = _deliver(net, host, seconds, _PROBE_SECONDS, overlap=False).waiting_seconds
         rows = []
-        for overlap in (False, True):
+        for overlap in modes:
             _say(f"{'with' if overlap else 'without'} overlap, for {seconds:g} s")
             found = _deliver(net, host, seconds, exchange, overlap=overlap)
             limit = 1.0 / max(found.gradient_seconds, exchange)
