@@ -124,6 +124,7 @@ class Push(NamedTuple):
     compute_seconds: float
     term: int = 0  # of the snapshot it was computed at
     rows: int = 0  # that it was computed of, if the server assigns rows
+    interruptions: Interruptions = Interruptions()  # of this worker so far
 
     def is_well_formed(self) -> bool:
         return (
@@ -132,6 +133,8 @@ class Push(NamedTuple):
             and _is_duration(self.compute_seconds)
             and (self.compute_seconds == 0.0 or self.compute_seconds >= _SHORTEST_SECONDS)
             and isinstance(self.gradient, torch.Tensor)
+            and isinstance(self.interruptions, Interruptions)
+            and self.interruptions.is_well_formed()
         )
 
 
@@ -158,6 +161,10 @@ class Reply(NamedTuple):
     unknown: bool = False  # this server does not know the session: the worker joins again
     evicted: str = ""  # why the server refuses this worker from now on
     rows: int = 0  # the worker's gradients take this many rows from now on; 0: as the configuration says
+
+    @property
+    def ends_membership(self) -> bool:
+        return self.ended or self.unknown or bool(self.evicted)
 
 
 class Staleness(str, Enum):

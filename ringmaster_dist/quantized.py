@@ -6,8 +6,13 @@ A packed gradient is one int8 tensor (packed_size(size),):
 
 A number lies between two steps. It is rounded to one of them at random, so that the mean over the draws is the number.
 The probabilities have 16 bits, so the mean is exact to float32 rounding of the largest number of the block. The draws
-are `randomness.bits` of the gradient's key and of the place of a number. So nothing is remembered from one gradient to
-the next, and every device and any number of threads give the same bits.
+follow from the gradient's key and the place of a number. So nothing is remembered from one gradient to the next, and
+every device and any number of threads give the same bits. Hashing takes longer than everything else together. So only
+65,536 draws, a period, are hashed for each gradient. A period of the gradient has these draws plus a hash of its own:
+
+    word i of period j = bits(key, i) + bits(bits(key, -1), j)  modulo 2**64,  with four draws of 16 bits in a word
+
+Any two draws are independent, so the errors of any two numbers are uncorrelated, as with a hash for every word.
 
 NaN and Inf in a gradient make the scale of their block NaN or Inf, which `is_finite` finds without reading the steps.
 """
@@ -24,7 +29,8 @@ _LARGEST_STEP = 127 - 2.0**-10  # a bit less than 127, so that float32 rounding 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # its reciprocal is finite
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 128
 _SCALE_BYTES, _DRAWS_PER_WORD, _DRAW = 4, 4, 2.0**-16  # a word of 64 random bits gives four draws of 16 bits
-_PIECE, _PIECE_OF_ACCELERATOR = 1 << 17, 1 << 22  # numbers; smaller ones fit the cache better, but need more calls
+_PERIOD = 1 << 16  # numbers whose draws are hashed
+_PIECE, _PIECE_OF_ACCELERATOR = _PERIOD, 1 << 22  # numbers; smaller ones fit the cache better, but need more calls
 
 
 def num_blocks(size: int) -> int:
@@ -79,19 +85,21 @@ def whole(gradient: torch.Tensor, size: int) -> torch.Tensor:
 class Quantizer:
     """Packs gradients (size,) on the device where they are. One thread uses it at a time.
 
-    It works piece by piece, and owns scratch memory of one piece. That is 11 bytes for each number of a piece, so less
-    than 2 MB on a CPU and less than 50 MB on an accelerator.
+    It works piece by piece, and owns scratch memory of one piece and of one period. That is less than 1 MB on a CPU and
+    less than 40 MB on an accelerator.
     """
 
     def __init__(self, size: int, device: torch.device | str) -> None:
         self._size = size
         limit = _PIECE if devices.is_cpu(device) else _PIECE_OF_ACCELERATOR
-        self._piece = piece = min(limit, num_blocks(size) * BLOCK)  # whole blocks
+        period = min(_PERIOD, num_blocks(size) * BLOCK)  # whole blocks
+        self._piece = piece = min(limit, -(-size // period) * period)  # whole periods
         self._numbers = torch.empty(piece, dtype=torch.float32, device=device)
         self._rounded = torch.empty(piece, dtype=DTYPE, device=device)
-        words = piece // _DRAWS_PER_WORD
+        words = period // _DRAWS_PER_WORD
         self._counters = torch.arange(words, device=device).mul_(_signed(randomness.GOLDEN))  # (words,), int64
-        self._words, self._shifted = torch.empty_like(self._counters), torch.empty_like(self._counters)
+        self._hashed, self._shifted = torch.empty_like(self._counters), torch.empty_like(self._counters)
+        self._words = torch.empty(piece // period, words, dtype=torch.int64, device=device)
 
     def pack(self, gradient: torch.Tensor, key: int, out: torch.Tensor) -> torch.Tensor:
         """Writes the packed form of a gradient (size,) to ``out``, in host memory, and returns it.
@@ -99,6 +107,7 @@ class Quantizer:
         ``key`` are the 64 random bits that determine the rounding.
         """
         scales, steps = _scales(out, self._size), _steps(out, self._size)
+        self._hash(key)
         for low in range(0, self._size, self._piece):
             high = min(low + self._piece, self._size)
             first, last = low // BLOCK, num_blocks(high)
@@ -114,19 +123,24 @@ class Quantizer:
             steps[low:high].copy_(self._rounded[: high - low].copy_(numbers[: high - low]))
         return out
 
-    def _draws(self, key: int, low: int) -> torch.Tensor:
-        """Random numbers from -2**15 to 2**15 - 1 for the numbers from ``low`` on, int16 (piece,).
+    def _hash(self, key: int) -> None:
+        """Computes `randomness.bits` of the key and of each word's index.
 
-        This is `randomness.bits` of the key and of each word's index. torch has no unsigned shift, hence the masks.
+        torch has no unsigned shift, hence the masks.
         """
-        first = low // _DRAWS_PER_WORD
-        words = torch.add(self._counters, _signed(key + (first + 1) * randomness.GOLDEN), out=self._words)
+        words = torch.add(self._counters, _signed(key + randomness.GOLDEN), out=self._hashed)
         for shift, factor in ((30, randomness.FIRST_FACTOR), (27, randomness.SECOND_FACTOR), (31, 1)):
             shifted = torch.bitwise_right_shift(words, shift, out=self._shifted)
             words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
             if factor != 1:
                 words.mul_(_signed(factor))
-        return words.view(torch.int16)
+
+    def _draws(self, key: int, low: int) -> torch.Tensor:
+        """Random numbers from -2**15 to 2**15 - 1 for the numbers from ``low`` on, int16 (piece,), after `_hash`."""
+        own, first = randomness.bits(key, -1), low // _PERIOD
+        for number, words in enumerate(self._words):
+            torch.add(self._hashed, _signed(randomness.bits(own, first + number)), out=words)
+        return self._words.view(-1).view(torch.int16)
 
 
 def _scales(packed: torch.Tensor, size: int) -> torch.Tensor:

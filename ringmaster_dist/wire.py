@@ -24,10 +24,15 @@ class Wire(NamedTuple):
 class Codec:
     """Rounds flat tensors of shape (size,) for the wire, and widens them again, in host memory that is reused."""
 
-    def __init__(self, wire: Wire, size: int, dtype: torch.dtype, device: torch.device | str = devices.CPU) -> None:
-        """``device`` is where gradients are computed."""
+    def __init__(
+        self, wire: Wire, size: int, dtype: torch.dtype, device: torch.device | str = devices.CPU, *,
+        copies: bool = False,
+    ) -> None:  # fmt: skip
+        """``device`` is where gradients are computed. With ``copies`` an encoded gradient is never the caller's memory,
+        so the caller may overwrite the gradient while it is sent."""
         self.size, self._dtype, self._device = size, dtype, device
         self._gradient_dtype, self._iterate_dtype = wire.gradient_dtype or dtype, wire.iterate_dtype or dtype
+        self._copies = copies
         self._buffers: dict[torch.dtype, Buffers] = {}
         self._quantizers: dict[torch.device, quantized.Quantizer] = {}
 
@@ -46,7 +51,8 @@ class Codec:
         """
         gradient = gradient.detach()
         if self._gradient_dtype != quantized.DTYPE:
-            return self._to(gradient, self._gradient_dtype)
+            encoded = self._to(gradient, self._gradient_dtype)
+            return self._take(encoded.dtype).copy_(encoded) if self._copies and encoded is gradient else encoded
         quantizer = self._quantizers.get(gradient.device)
         if quantizer is None:
             quantizer = self._quantizers[gradient.device] = quantized.Quantizer(self.size, gradient.device)

@@ -24,6 +24,7 @@ BENCHES = {
     "update": "one server update of the paper's model, versus torch.optim.Muon",
     "gradient": "a gradient of the paper's model, versus a plain loop over the same module",
     "exchange": "a push and the snapshot that comes back, versus the same bytes over TCP, gloo, and Ray if installed",
+    "links": "what overlap, a narrow wire and local steps are worth on slow links, in network namespaces (needs root)",
     "scale": "how large a cluster one server supports, from measured updates, simulated workers and assumed links",
     "server": "updates per second while many workers push, versus the rate that the time of one update allows",
     "time-to-loss": "seconds to a validation loss on paced workers, for every method and DistributedDataParallel",

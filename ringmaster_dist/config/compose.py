@@ -26,7 +26,8 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import AUTO, BETA, KEYS, SERVER_BETA, SERVER_ETA, Config, suggested_eta
 from ringmaster_dist.config.validate import refusal, validate
 
-_MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")  # sections that a resumed run may change
+# A resumed run may change these sections,
+_MAY_CHANGE = ("budget", "cluster", "server", "worker", "checkpoint", "logger")
 # except these, on which the bits depend
 _MAY_NOT = ("cluster.batch", "cluster.batch_min", "cluster.batch_max", "cluster.threads", "server.compute_threads")
 _RENAMED = {"decay_updates": "decay", "warmup_updates": "warmup"}  # they were numbers of updates and are fractions now

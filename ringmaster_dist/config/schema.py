@@ -296,6 +296,14 @@ class ServerConfig:
 
 
 @dataclass
+class WorkerConfig:
+    overlap: bool = key(
+        False, "true computes the next gradient while the last one is sent, at the newest snapshot there is. Delays "
+        "grow. A worker still waits if an exchange takes less than a tenth or more than ten times of a gradient. It "
+        "needs memory for one more snapshot and two more gradients, in their types on the wire.")
+
+
+@dataclass
 class WireConfig:
     gradient_dtype: str | None = key(
         None, "Gradients are sent in this type; null sends them as they are computed. int8 rounds at random, without "
@@ -330,6 +338,7 @@ class Config:
     simulation: SimulationConfig = section(SimulationConfig, command="simulate")
     watch: bool = key(False, "true serves a page on this machine that shows the run while it lasts.", command="train")
     server: ServerConfig = section(ServerConfig, command="train")
+    worker: WorkerConfig = section(WorkerConfig, command="train")
     wire: WireConfig = section(WireConfig, command="train")
     checkpoint: CheckpointConfig = section(CheckpointConfig, command="train")
     resume: str | None = key(

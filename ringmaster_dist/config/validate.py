@@ -34,6 +34,7 @@ def validate(config: Config, *, real_time: bool = False) -> None:
     _check_ramps(config)
     _check_method(config)
     _check_local(config)
+    _check_overlap(config)
 
 
 def _check_values(section: Any, prefix: str) -> None:
@@ -171,6 +172,16 @@ def _check_local(config: Config) -> None:
         raise UserError(
             f"cluster.batch and local.steps={local.steps} do not go together: the length of an oracle's step does not "
             "depend on the rows, so every push would have the same weight"
+        )
+
+
+def _check_overlap(config: Config) -> None:
+    method = config.method
+    if config.worker.overlap and (method.name == "synchronous" or method.threshold == 1):
+        which = f"method.threshold={method.threshold}" if method.name != "synchronous" else "method=synchronous"
+        raise UserError(
+            f"worker.overlap=true and {which} do not go together: a gradient that is computed while the last one is "
+            "sent would always be stale"
         )
 
 

@@ -318,7 +318,7 @@ class Service:
         self._waiting.answer_joins()
 
     def _was_answered(self, worker: int, push: Push) -> bool:
-        """A worker begins its next sequence only after the answer. So this push was still on its way, over a connection
+        """A worker pushes its next sequence only after the answer. So this push was still on its way, over a connection
         that the worker has given up, and no worker waits for an answer to it."""
         record = self.core.workers.get(worker)
         return record is not None and 0 <= push.sequence < record.sequence
@@ -326,6 +326,7 @@ class Service:
     def _judge(self, worker: int, push: Push, fault: str | None, future: torch.futures.Future[Reply]) -> None:
         core, member = self.core, self.workers[worker]
         version, pushes = core.version, core.pushes
+        member.interruptions = max(member.interruptions, push.interruptions)  # a repeated push may be an old one
         receipt = core.judge(
             worker, push.sequence, push.gradient_version, push.gradient, push.term, push.compute_seconds, fault,
             push.rows,

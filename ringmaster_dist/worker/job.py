@@ -29,6 +29,7 @@ class Job:
     usual_rows: int
     jitter: float
     interrupt: bool
+    overlap: bool  # whether the next gradient is computed while a push is under way
     wire: Codec
 
     def pace(self, rows: int) -> float | None:
@@ -68,7 +69,8 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
         usual_rows=getattr(problem, "batch", None) or 1,
         jitter=cluster.jitter,
         interrupt=config.method.interrupt,
-        wire=Codec(build_wire(config), layout.size, problem.dtype, device),
+        overlap=config.worker.overlap,
+        wire=Codec(build_wire(config), layout.size, problem.dtype, device, copies=config.worker.overlap),
     )
 
 

@@ -18,7 +18,8 @@ from ringmaster_dist.transport.process_settings import keep_memory
 from ringmaster_dist.transport.ranks import FIRST, RankLost
 from ringmaster_dist.worker.group import Leader, follow, group_of_torchrun
 from ringmaster_dist.worker.job import Job, choice_of_devices, make_job
-from ringmaster_dist.worker.loop import Failed, Lost, Refused, Worker
+from ringmaster_dist.worker.link import Lost
+from ringmaster_dist.worker.loop import Failed, Refused, Worker
 
 
 def work(

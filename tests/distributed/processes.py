@@ -150,6 +150,21 @@ def check_finished(run: Run, *, attacked: bool = False) -> dict:
     return summary
 
 
+def overlapping(arrivals: list[dict]) -> int:
+    """Returns how many gradients were begun before the reply to the accepted push of their worker that came before.
+
+    A snapshot from that reply, or a later one, would have the update of that push.
+    """
+    last: dict[int, dict] = {}
+    found = 0
+    for arrival in arrivals:
+        before = last.get(arrival["worker"])
+        if before is not None and before["verdict"] == "accepted" and before["term"] == arrival["term"]:
+            found += arrival["gradient_version"] <= before["version"]
+        last[arrival["worker"]] = arrival
+    return found
+
+
 def processes_with(*words: str) -> list[int]:
     """Returns the processes whose command line contains all these words."""
     found = []

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from tests.distributed.processes import LONG, Run, alive, check_finished, until
+from tests.distributed.processes import LONG, Run, alive, check_finished, overlapping, until
 
 
 def test_killed_workers_come_back_alone(tmp_path):
@@ -57,8 +57,11 @@ def test_a_synchronous_round_does_not_wait_for_the_dead(tmp_path):
 
 
 def test_a_killed_server_resumes_from_its_checkpoint(tmp_path):
-    """Its workers reconnect with the gradients that they had, and nothing is applied twice. The wire is int8."""
-    given = ["checkpoint.every=10", "cluster.unit_seconds=0.05", "wire.gradient_dtype=int8"]
+    """Its workers reconnect with the gradients that they had, and nothing is applied twice.
+
+    The wire is int8, and workers take two steps per push and compute while they push.
+    """
+    given = ["checkpoint.every=10", "wire.gradient_dtype=int8", "local.steps=2", "worker.overlap=true"]
     with Run(tmp_path / "run", *LONG, *given) as run:
         workers = until(lambda: len(run.workers()) == 3 and run.workers(), "three workers")
         for term in (1, 2):
@@ -74,6 +77,7 @@ def test_a_killed_server_resumes_from_its_checkpoint(tmp_path):
     terms, arrivals = run.terms(), run.arrivals()
     carried = [a for t in (1, 2) for a in arrivals[terms[t]["pushes"] :] if a["term"] < t]
     assert carried, "no worker had kept its gradient"
+    assert overlapping(arrivals) > 20
     for arrival in carried:
         contained = "lost_version" not in arrival
         assert contained or arrival["verdict"] == "stale"

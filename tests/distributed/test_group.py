@@ -80,10 +80,12 @@ class Group:
 
 
 def test_groups_and_a_worker_train_together(own, tmp_path):
-    """Ranks are interrupted and killed, a whole group is killed, and the run, in int8, replays to the same bits."""
+    """Ranks are interrupted and killed, a whole group is killed, and the run, in int8 and with overlap, replays to the
+    same bits."""
     server = f"server=127.0.0.1:{(port := free_port())}"
     remote = ["cluster.workers=3", "cluster.local_workers=0", "server.host=0.0.0.0", f"server.port={port}"]
-    rules = ["method=ringmaster", "method.threshold=8", "server.lease_seconds=3", "wire.gradient_dtype=int8"]
+    rules = ["method=ringmaster", "method.threshold=8", "server.lease_seconds=3", "wire.gradient_dtype=int8",
+             "worker.overlap=true"]  # fmt: skip
     with Run(tmp_path / "run", *own, *remote, *rules) as run, (tmp_path / "groups").open("w") as errors:
         command = [sys.executable, "-m", "ringmaster_dist.worker", server, "target=theirs:factory"]
         single = subprocess.Popen(command, env={**os.environ, "STEP_SECONDS": "0.02"})

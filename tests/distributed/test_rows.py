@@ -10,7 +10,7 @@ from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.rows import RowsBySpeed
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.simulation.forecast import forecast
-from tests.distributed.processes import LONG, Run, check_finished, recompute, until
+from tests.distributed.processes import LONG, Run, check_finished, overlapping, recompute, until
 
 MODEL = """
 import torch
@@ -39,7 +39,9 @@ def given(tmp_path, monkeypatch):
 
 
 def test_rows_by_speed_replay_across_a_lost_server_and_a_lost_worker(given, tmp_path):
-    with Run(tmp_path / "run", *given, *LONG, "cluster.unit_seconds=0.08", "checkpoint.every=10") as run:
+    """The rows of a reply are those of the gradient after the one that is computed meanwhile. The wire is int8."""
+    given += ["worker.overlap=true", "wire.gradient_dtype=int8", "cluster.unit_seconds=0.02", "checkpoint.every=10"]
+    with Run(tmp_path / "run", *given, *LONG) as run:
         until(lambda: run.version() > 30 and run.checkpoints(0), "the run goes on")
         os.kill(run.server(), signal.SIGKILL)
         until(lambda: len(run.terms()) == 2 and run.version() > run.terms()[1]["version"] + 20, "it goes on again")
@@ -47,6 +49,7 @@ def test_rows_by_speed_replay_across_a_lost_server_and_a_lost_worker(given, tmp_
         until(lambda: len(run.joined()) == 5 and run.version() > run.terms()[1]["version"] + 60, "a worker is back")
         run.process.send_signal(signal.SIGINT)
         summary = check_finished(run)
+    assert overlapping(run.arrivals()) > 20
     recorded = tmp_path / "run/rows.jsonl"
     changes = [json.loads(line) for line in recorded.read_text().splitlines()]
     assert {change["rows"] for change in changes} >= {8, 4}

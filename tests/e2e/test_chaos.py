@@ -16,7 +16,10 @@ def chaos(*arguments):
 
 @pytest.mark.alone
 def test_a_short_chaos_loses_nothing_and_replays(tmp_path):
-    done = chaos("seconds=14", "faults=8", "restarts=1", "baseline=5", "cluster.workers=4", f"dir={tmp_path}/chaos")
+    """Workers take two steps per push, send int8, and compute while they push."""
+    given = ["cluster.workers=4", "cluster.unit_seconds=0.01", "local.steps=2", "wire.gradient_dtype=int8",
+             "worker.overlap=true"]  # fmt: skip
+    done = chaos("seconds=14", "faults=8", "restarts=1", "baseline=5", f"dir={tmp_path}/chaos", *given)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "chaos/chaos.json").read_text())
     assert report["faults"] == {"kill": 2, "stop": 2, "disconnect": 2, "nan": 2, "restart": 1}

@@ -158,10 +158,10 @@ def test_a_copy_into_host_memory_has_arrived_when_it_is_used(accelerator, monkey
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.int8])
 def test_a_gradient_is_rounded_on_its_device_to_the_same_bits(accelerator, dtype, monkeypatch):
-    monkeypatch.setattr(quantized, "_PIECE_OF_ACCELERATOR", 40 * quantized.BLOCK)
-    gradient = torch.randn(50_001, generator=torch.Generator().manual_seed(0))
-    expected = Codec(Wire(dtype), 50_001, torch.float32).encode_gradient(gradient, 3, 1, 4)
-    codec = Codec(Wire(dtype), 50_001, torch.float32, accelerator)
+    monkeypatch.setattr(quantized, "_PIECE_OF_ACCELERATOR", 2 * quantized._PERIOD)
+    gradient = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
+    expected = Codec(Wire(dtype), 300_001, torch.float32).encode_gradient(gradient, 3, 1, 4)
+    codec = Codec(Wire(dtype), 300_001, torch.float32, accelerator)
     found = codec.encode_gradient(gradient.to(accelerator), 3, 1, 4)
     assert found.device.type == "cpu"
     assert found.nbytes == codec.gradient_bytes

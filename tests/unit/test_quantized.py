@@ -42,13 +42,15 @@ def transcribed(gradient, seed, worker, sequence):
         scale = max(f32(max(abs(block)) / f32(127 - 2**-10)), np.finfo(f32).tiny)
         scales.append(scale)
         for place, number in enumerate(block, low):
-            drawn = (randomness.bits(key, place // 4) >> 16 * (place % 4)) & 0xFFFF
+            period, within = divmod(place, 65536)
+            word = randomness.bits(key, within // 4) + randomness.bits(randomness.bits(key, -1), period)
+            drawn = (word >> 16 * (place % 4)) & 0xFFFF
             drawn -= 0x10000 if drawn >= 0x8000 else 0
             steps.append(np.rint(f32(number * (f32(1) / scale)) + f32(drawn / 65536)))
     return np.array(scales, f32).tobytes() + np.array(steps, np.int8).tobytes()
 
 
-@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000, 66_000])
 def test_a_packed_gradient_is_what_its_description_says(size):
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 3
     packed = codec(size).encode_gradient(gradient, 7, 2, 5)
@@ -66,7 +68,7 @@ def test_the_bits_depend_on_the_draw_and_on_nothing_else(monkeypatch):
         assert 0.3 < float((first != other).double().mean()) < 0.7
     assert torch.equal(mine.encode_gradient(gradient, 0, 1, 2), first)
     assert torch.equal(codec(size, torch.float64).encode_gradient(gradient.double(), 0, 1, 2), first)
-    monkeypatch.setattr(quantized, "_PIECE", 1024)
+    monkeypatch.setattr(quantized, "_PIECE", 4 * quantized._PERIOD)  # as an accelerator has
     assert torch.equal(codec(size).encode_gradient(gradient, 0, 1, 2), first)
 
 
@@ -105,6 +107,18 @@ def test_the_mean_over_draws_is_the_gradient():
     error = (total / draws - gradient) / scale
     assert bool((error.abs() < 5 * sigma + 1e-4).all())
     assert abs(float(error.mean())) < 5 * float(sigma.mean()) / math.sqrt(700)  # nor do all lean to one side
+
+
+def test_errors_of_numbers_that_share_hashed_bits_are_uncorrelated():
+    """All numbers lie halfway between two steps, so an error is a fair coin. Pairs are one and two periods apart."""
+    size, gradients = 2 * quantized._PERIOD + 256, 100
+    gradient = torch.full((size,), 0.5)
+    gradient[:: quantized.BLOCK] = 127 - 2.0**-10  # so that the scale is one
+    mine = codec(size)
+    coins = torch.stack([mine.encode_gradient(gradient, 0, 0, k)[-size:] for k in range(gradients)]).double() * 2 - 1
+    first, second, third = (coins[:, low + 1 : low + 256] for low in (0, quantized._PERIOD, 2 * quantized._PERIOD))
+    for one, other in ((first, second), (first, third), (second, third), (first, first.roll(1, 1))):
+        assert abs(float((one * other).mean())) < 5 / math.sqrt(one.numel())
 
 
 def test_the_extremes_of_float32():

@@ -378,6 +378,7 @@ def test_gradients_of_a_lost_version_never_count():
     late = stage.session()
     again = Stage(method, state=state)
     assert again.service.await_stale(sessions[0], 0, lost.version).wait() is Staleness.STALE
+    assert not again.service.await_stale(sessions[0], 2**62, 2**62).done()  # which keeps the lease then
     kept = again.push(sessions[1], 0, 1).wait()
     assert (kept.receipt.verdict, kept.receipt.delay) == (Verdict.ACCEPTED, 0)
     for sequence, version in ((3, 3), (4, 2)):  # one in the future by its number, one in the past

@@ -1,9 +1,10 @@
-"""A long, lossy link: ``python relay.py SPACE DEVICE SPACE DEVICE DELAY_SECONDS LOSS``.
+"""A long, lossy link: ``python frame_relay.py SPACE DEVICE SPACE DEVICE DELAY_SECONDS LOSS``.
 
 Makes a TAP device in each of two network namespaces and carries frames between them. Each frame is delayed, and a
-seeded share of them is lost. Prints "ready", and on SIGTERM the number of lost frames.
-It is a separate program, not a test.
+seeded share of them is lost. Prints "ready", and on SIGTERM the number of lost frames. It is a program of its own.
 """
+
+from __future__ import annotations
 
 import collections
 import ctypes
@@ -32,7 +33,7 @@ def tap(space: str, name: str) -> int:
 def main() -> None:
     ends = [tap(sys.argv[1], sys.argv[2]), tap(sys.argv[3], sys.argv[4])]
     delay, loss, dice, lost = float(sys.argv[5]), float(sys.argv[6]), random.Random(5), 0
-    ending = []
+    ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: ending.append(number))
     print("ready", flush=True)
     under_way: collections.deque[tuple[float, int, bytes]] = collections.deque()
