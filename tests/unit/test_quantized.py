@@ -68,17 +68,17 @@ def test_the_bits_depend_on_the_draw_and_on_nothing_else(monkeypatch):
         assert 0.3 < float((first != other).double().mean()) < 0.7
     assert torch.equal(mine.encode_gradient(gradient, 0, 1, 2), first)
     assert torch.equal(codec(size, torch.float64).encode_gradient(gradient.double(), 0, 1, 2), first)
-    monkeypatch.setattr(quantized, "_PIECE", 4 * quantized._PERIOD)  # as an accelerator has
+    monkeypatch.setattr(quantized, "_PIECE", quantized._PERIOD)
     assert torch.equal(codec(size).encode_gradient(gradient, 0, 1, 2), first)
 
 
 def test_packing_makes_no_copy_of_the_gradient():
-    size = 500_000
+    size = 600_000
     gradient = torch.ones(size, dtype=torch.float64)
     quantizer, out = quantized.Quantizer(size, "cpu"), torch.empty(quantized.packed_size(size), dtype=torch.int8)
     with LargestAllocation() as watch:
         quantizer.pack(gradient, 0, out)
-    assert 0 < watch.elements < 1000  # scales
+    assert 0 < watch.elements < 2000  # scales
     assert quantizer._numbers.numel() < size / 2
 
 
