@@ -32,8 +32,9 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
       resume=auto        resume the run in run.dir if there is one, otherwise begin it. The command stays the same each
                          time, which suits a program that restarts it. A run that is over stays as it is.
       init=RUN_DIR|FILE  begin from the weights of a run (its newest good checkpoint), of one checkpoint, or of a
-                         safetensors file that has every trained parameter by name, such as an exported one. They are
-                         copied into the run directory.
+                         safetensors file that has every trained parameter by name, such as an exported one. A
+                         checkpoint of nanochat (model_NNNNNN.pt, or its folder) is one too. They are copied into the
+                         run directory.
       cluster.local_workers=0 cluster.workers=N cluster.profile=none server.host=ADDRESS server.port=PORT
                          only serve. The workers run on other machines, at their own speed. See docs/cluster.md.
       watch=true         serve a page on this machine that shows the run while it continues
@@ -68,6 +69,7 @@ def _train(overrides: list[str]) -> int:
 
     from ringmaster_dist.cli.runs import open_watcher
     from ringmaster_dist.cli.weights import write_sample
+    from ringmaster_dist.config.schema import TEXT_PROBLEMS
     from ringmaster_dist.observe.console import LiveTable
     from ringmaster_dist.observe.report import show_summary
     from ringmaster_dist.runtime.preparation import RunIsOver, prepare
@@ -88,7 +90,7 @@ def _train(overrides: list[str]) -> int:
         table.close()
     if code == 0:
         code = show_summary(directory, report=config.run.report)
-    if code == 0 and config.problem.name == "nanochat":
+    if code == 0 and config.problem.name in TEXT_PROBLEMS:
         print("  a sample (ringmaster sample writes more):\n", flush=True)
         write_sample(directory.path, "def ", 80)
     return code

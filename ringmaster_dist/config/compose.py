@@ -23,13 +23,24 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.schema import AUTO, BETA, KEYS, SERVER_BETA, SERVER_ETA, Config, suggested_eta
+from ringmaster_dist.config.schema import (
+    AUTO,
+    BETA,
+    CHECKOUT,
+    DEPTH,
+    KEYS,
+    SERVER_BETA,
+    SERVER_ETA,
+    Config,
+    suggested_eta,
+)
 from ringmaster_dist.config.validate import refusal, validate
 
 _MAY_CHANGE = ("budget", "cluster", "server", "checkpoint", "logger")  # sections that a resumed run may change
 # except these, on which the bits depend
 _MAY_NOT = ("cluster.batch", "cluster.batch_min", "cluster.batch_max", "cluster.threads", "server.compute_threads")
 _RENAMED = {"decay_updates": "decay", "warmup_updates": "warmup"}  # they were numbers of updates and are fractions now
+_OF_A_CHECKOUT = {"model": DEPTH, "geometry": "nanochat"}  # the choices that suit problem=nanochat_checkout
 _OF_THE_CALL = ("run.dir", "run.overwrite")  # these do not change what is computed
 
 
@@ -56,6 +67,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
         _refuse_renamed(override)
     # A problem of the user's own may take any argument, so Hydra has to add the key.
     overrides = [f"++{word}" if word.startswith("problem.args.") else word for word in overrides]
+    overrides = [*_companions(overrides), *overrides]
     try:
         composed = _compose(overrides, name)
     except (HydraException, OmegaConfBaseException) as error:
@@ -64,6 +76,14 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     if unknown:
         raise UserError(unknown)
     return _completed(composed)
+
+
+def _companions(overrides: Sequence[str]) -> list[str]:
+    """The choices that a checkout needs in other groups, unless the overrides make them."""
+    if f"problem={CHECKOUT}" not in overrides:
+        return []
+    given = {override.partition("=")[0] for override in overrides}
+    return [f"{group}={choice}" for group, choice in _OF_A_CHECKOUT.items() if group not in given]
 
 
 def load(overrides: Sequence[str]) -> Config:

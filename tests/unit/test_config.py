@@ -21,11 +21,13 @@ from ringmaster_dist.problems.quadratic import Quadratic
 
 
 @pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in groups().items() for option in options])
-def test_every_choice_composes_and_builds(choice):
-    needed = {"problem=python": ["problem.target=tests.unit.test_config:own", "problem.args.dim=7"]}
+def test_every_choice_composes_and_builds(choice, nanochat):
+    of_depth = [f"problem.path={nanochat}", "model.depth=2", "model.sequence_len=64"]
+    needed = {"problem=python": ["problem.target=tests.unit.test_config:own", "problem.args.dim=7"],
+              "problem=nanochat_checkout": of_depth, "experiment=nanochat_depth": of_depth}  # fmt: skip
     config = load([choice, *needed.get(choice, [])])
     core = build_core(config, build_problem(config))
-    sizes = {"nanochat": 458_888, "python": 7, "quadratic": 1729}
+    sizes = {"nanochat": 458_888, "nanochat_checkout": 516_138, "python": 7, "quadratic": 1729}
     assert core.update.layout.size == sizes[config.problem.name]
 
 

@@ -17,9 +17,9 @@ from ringmaster_dist.problems import Interrupted
 from ringmaster_dist.problems.module import role_by_shape
 from ringmaster_dist.problems.nanochat import NanoChat, NanoChatConfig
 from ringmaster_dist.problems.nanochat import corpus as corpora
-from ringmaster_dist.problems.nanochat.generate import Decoder, generate
+from ringmaster_dist.problems.nanochat.generate import Decoder, generate, reader_of_model
 from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
-from ringmaster_dist.problems.nanochat.rows import pack, prepare
+from ringmaster_dist.problems.nanochat.rows import Recipe, pack, prepare
 from ringmaster_dist.problems.nanochat.tokenizer import BOS, SPECIALS, BytePairs
 from ringmaster_dist.problems.ranks import gradient_in_turn
 
@@ -176,13 +176,22 @@ def test_the_kv_cache_changes_no_logits(prompt):
     """This holds also if the window is shorter than the cache."""
     model = disturbed(SMALL).float()
     tokens = torch.randint(0, 300, (prompt,), generator=torch.Generator().manual_seed(2)).tolist()
-    quick = list(generate(model, tokens, 20, temperature=0.0))
-    slow = list(generate(model, tokens, 20, temperature=0.0, cached=False))
+    quick, slow = (
+        list(generate(reader_of_model(model, cached=cached), tokens, 40, temperature=0.0)) for cached in (True, False)
+    )
     assert quick == slow
-    assert len(quick) == 16 - prompt  # the context is full then
-    varied = [list(generate(model, tokens, 3, temperature=1.0, top_k=9, seed=seed)) for seed in range(8)]
-    assert len({tuple(v) for v in varied}) > 1
-    assert varied[0] == list(generate(model, tokens, 3, temperature=1.0, top_k=9, seed=0))
+    assert len(quick) == 40  # the context of 16 has slid over them
+    again = tokens + quick  # at the end the newer half was read again, each time that the context was full
+    seen = (len(again) - 1) - 17
+    with torch.inference_mode():
+        expected = model(torch.tensor([again[:-1][-(8 + seen % 9) :]]))[0, -1]
+    assert again[-1] == int(expected.argmax())
+
+    def drawn(seed):
+        return list(generate(reader_of_model(model), tokens, 3, temperature=1.0, top_k=9, seed=seed))
+
+    assert len({tuple(drawn(seed)) for seed in range(8)}) > 1
+    assert drawn(0) == drawn(0)
 
 
 TEXTS = [f"def function_{i}(value):\n    return value + {i} * {i * 7919 % 1000}\n" for i in range(400)]
@@ -244,15 +253,15 @@ def test_rows_are_prepared_once_and_equal_everywhere(tmp_path):
     folder.mkdir()
     sources = corpora.text_files(write_corpus(folder))
     assert 0 < sum(s.validation for s in sources) < len(sources) / 2
-    rows = prepare(sources, vocab_size=300, context=16, cache=tmp_path / "one")
+    rows = prepare(Recipe(sources, 16, tmp_path / "one", vocab_size=300))
     stamp = (rows.folder / "train.bin").stat().st_mtime_ns
-    again = prepare(sources, vocab_size=300, context=16, cache=tmp_path / "one")
+    again = prepare(Recipe(sources, 16, tmp_path / "one", vocab_size=300))
     assert (again.folder / "train.bin").stat().st_mtime_ns == stamp
-    elsewhere = prepare(sources, vocab_size=300, context=16, cache=tmp_path / "two")
+    elsewhere = prepare(Recipe(sources, 16, tmp_path / "two", vocab_size=300))
     assert elsewhere.fingerprint == rows.fingerprint
     assert (elsewhere.train == rows.train).all()
     (folder / "0.txt").write_text("something else entirely, and long enough to matter\n" * 40)
-    changed = prepare(corpora.text_files(folder), vocab_size=300, context=16, cache=tmp_path / "one")
+    changed = prepare(Recipe(corpora.text_files(folder), 16, tmp_path / "one", vocab_size=300))
     assert changed.fingerprint != rows.fingerprint
     sample = rows.sample(3, 5, 7, 4)
     assert sample.shape == (4, 17)
@@ -273,7 +282,7 @@ def test_a_single_file_validates_on_every_twentieth_document(tmp_path):
         corpora.Source(write("train.jsonl", [text for i, text in enumerate(TEXTS) if i % 20]), "train", False),
         corpora.Source(write("validation.jsonl", TEXTS[::20]), "validation", True),
     ]
-    one, other = (prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache") for sources in (whole, parts))
+    one, other = (prepare(Recipe(sources, 16, tmp_path / "cache", vocab_size=300)) for sources in (whole, parts))
     assert one.folder != other.folder
     assert one.fingerprint == other.fingerprint
 
@@ -288,9 +297,9 @@ def test_an_interrupted_preparation_is_never_used(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache", progress=interrupted)
+        prepare(Recipe(sources, 16, tmp_path / "cache", vocab_size=300), progress=interrupted)
     assert list((tmp_path / "cache").iterdir()) == []
-    assert len(prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache").train) > 0
+    assert len(prepare(Recipe(sources, 16, tmp_path / "cache", vocab_size=300)).train) > 0
 
 
 def test_every_kind_of_file_is_read(tmp_path):
@@ -317,19 +326,19 @@ def test_every_kind_of_file_is_read(tmp_path):
 def test_an_unusable_corpus_is_reported(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content.replace(b'{"text": 1}', b'{"text": "fine"}'))
     with pytest.raises(corpora.CorpusError, match=message):
-        prepare(corpora.text_files(tmp_path / name), vocab_size=300, context=16, cache=tmp_path / "cache")
+        prepare(Recipe(corpora.text_files(tmp_path / name), 16, tmp_path / "cache", vocab_size=300))
 
 
 def test_a_corpus_smaller_than_a_row_is_reported(tmp_path):
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     with pytest.raises(corpora.CorpusError, match="too small"):
-        prepare(corpora.text_files(tmp_path), vocab_size=300, context=60_000, cache=tmp_path / "cache")
+        prepare(Recipe(corpora.text_files(tmp_path), 60_000, tmp_path / "cache", vocab_size=300))
 
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    rows = prepare(corpora.text_files(write_corpus(folder)), vocab_size=300, context=16, cache=folder / "cache")
+    rows = prepare(Recipe(corpora.text_files(write_corpus(folder)), 16, folder / "cache", vocab_size=300))
     problem = NanoChatProblem(SMALL, rows, batch=4, micro_batch=None, validation_rows=8)
     problem.bind(Layout(problem.parameters, GEOMETRY_MAPS["muon"]))
     return problem
