@@ -32,14 +32,9 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def _nanochat_base(tmp_path_factory):
-    return make_base(tmp_path_factory.mktemp("nanochat") / "base")
-
-
-@pytest.fixture
-def nanochat(monkeypatch, _nanochat_base):
-    """The path of the stand-in for a nanochat checkout. Its data is there."""
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(_nanochat_base))
+def nanochat(tmp_path_factory):
+    """The path of the stand-in for a nanochat checkout. Its data is where the environment says."""
+    os.environ["NANOCHAT_BASE_DIR"] = str(make_base(tmp_path_factory.mktemp("nanochat") / "base"))
     return CHECKOUT
 
 

@@ -11,13 +11,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from ringmaster_dist.config.build import build_layout, build_problem, build_rows
-from ringmaster_dist.config.compose import load
+from ringmaster_dist.config.build import build_fingerprint, build_layout, build_problem, build_rows
+from ringmaster_dist.config.compose import compose, load
+from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.problems.nanochat.checkout import Checkout
 from ringmaster_dist.problems.nanochat.checkout_problem import ADAM_SHARE
 from ringmaster_dist.problems.nanochat.hub_tokenizer import hub_tokenizer
 from ringmaster_dist.problems.nanochat.sizes import Sizes
+from ringmaster_dist.worker.job import make_job
 from tests.standin_base import TEXTS, make_base
 
 
@@ -166,3 +168,16 @@ def test_no_checkout_is_one_line(config, tmp_path):
     config.problem.path = str(tmp_path)
     with pytest.raises(UserError, match=r"no nanochat/gpt\.py"):
         build_problem(config)
+
+
+def test_a_worker_imports_only_the_checkout_that_its_user_names(config, nanochat, tmp_path):
+    text = annotated(compose(["problem=nanochat_checkout", "problem.path=/of/the/server", "model.depth=2",
+                              "model.sequence_len=64"], "train"))  # fmt: skip
+    with pytest.raises(UserError, match="add target=PATH"):
+        make_job(text, 0)
+    servers = build_problem(config)
+    assert make_job(text, 0, str(nanochat)).fingerprint == build_fingerprint(build_layout(config, servers), servers)
+    other = shutil.copytree(nanochat, tmp_path / "other")
+    with (other / "nanochat" / "gpt.py").open("a") as file:
+        file.write("CAP = 20.0\n")
+    assert make_job(text, 0, str(other)).fingerprint != make_job(text, 0, str(nanochat)).fingerprint
