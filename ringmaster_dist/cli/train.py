@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from ringmaster_dist.cli.configured import configuration_options, run_configured
 from ringmaster_dist.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from ringmaster_dist.config.schema import Config
 
 
 def train_options(parser: Parser) -> None:
@@ -59,8 +63,25 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
         from ringmaster_dist.runtime.dry_run import dry_run
         from ringmaster_dist.runtime.preparation import prepare_dry_run
 
-        return dry_run(*prepare_dry_run(overrides))
+        config, initial = prepare_dry_run(overrides)
+        _explain_recipe(config, overrides)
+        return dry_run(config, initial)
     return run_configured(arguments, overrides, _train, "train")
+
+
+def _explain_recipe(config: Config, overrides: list[str]) -> None:
+    """Shows what the recipe of a depth has chosen, if the overrides ask for it, and the radii of a checkout."""
+    from ringmaster_dist.config.build import build_radii
+    from ringmaster_dist.config.compose import compose, recipe_of
+    from ringmaster_dist.config.recipe import NAME, explained
+
+    if f"experiment={NAME}" not in overrides:
+        return
+    composed = compose(overrides, "train")
+    print(explained(composed, recipe_of(composed, overrides)))
+    radii = ", ".join(f"{role} {least:.3g}" + (f" to {most:.3g}" if most > least else "")
+                      for role, (least, most) in build_radii(config).items())  # fmt: skip
+    print(f"  The radii follow the learning rates of the checkout's own optimizer: {radii}.", flush=True)
 
 
 def _train(overrides: list[str]) -> int:
@@ -80,6 +101,7 @@ def _train(overrides: list[str]) -> int:
     except RunIsOver as over:
         print(over)
         return 0
+    _explain_recipe(config, overrides)
     budget, console = config.budget, Console(file=sys.stdout)
     table = LiveTable(directory.path, console, budget.updates or math.inf, budget.seconds or math.inf)
     if config.watch:

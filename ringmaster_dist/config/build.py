@@ -23,6 +23,7 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.own_code import alike, problem_from, reported_once, source_of
 from ringmaster_dist.config.schema import CHECKOUT, DEPTH, TEXT_PROBLEMS, Config
 from ringmaster_dist.config.validate import check_row_bounds
+from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.local_steps import LocalSteps
 from ringmaster_dist.problems.module import ModuleProblem
@@ -96,6 +97,19 @@ def build_checkout(config: Config) -> Checkout:
     return Checkout(Path(config.problem.path or ""), config.problem.precision)
 
 
+def build_radii(config: Config) -> dict[str, tuple[float, float]]:
+    """The least and the largest radius of each role in the user's checkout. No weights are made."""
+    from ringmaster_dist.problems.nanochat.checkout_problem import movements
+
+    with reported_once(source_of(config), "the checkout cannot be used"):
+        checkout = build_checkout(config)
+        with torch.device("meta"):
+            model = checkout.model(build_sizes(config), checkout.tokenizer.vocab_size, initialize=False)
+        moved = movements(model, checkout.rates(model)).values()
+    by_role = {role: [one.radius for one in moved if one.role == role] for role in ROLES}
+    return {role: (min(radii), max(radii)) for role, radii in by_role.items() if radii}
+
+
 def build_sizes(config: Config) -> Sizes:
     """The sizes that follow from model.depth."""
     from ringmaster_dist.problems.nanochat.sizes import Sizes
@@ -131,6 +145,8 @@ def build_rows(config: Config, progress: Callable[[float, str], None] = lambda f
         return rows.prepare(build_recipe(config, progress), progress)
     except corpus.CorpusError as error:
         raise UserError(str(error)) from error
+    except Mistake as error:
+        raise UserError(f"{source_of(config)}: the tokens cannot be made: {error}") from error
 
 
 def build_recipe(config: Config, progress: Callable[[float, str], None] = lambda fraction, text: None) -> Recipe:
@@ -140,8 +156,9 @@ def build_recipe(config: Config, progress: Callable[[float, str], None] = lambda
 
     data, model, cache = config.data, config.model, cache_folder(config)
     if config.problem.name == CHECKOUT:
-        checkout = build_checkout(config)
-        shards, tokenizer = checkout.shards(config.problem.shards), checkout.tokenizer
+        with reported_once(source_of(config), "the checkout cannot be used"):
+            checkout = build_checkout(config)
+            shards, tokenizer = checkout.shards(config.problem.shards), checkout.tokenizer
         return Recipe(shards, model.sequence_len, cache, crop=True, tokenizer=tokenizer)
     try:
         if data.name == "climbmix":

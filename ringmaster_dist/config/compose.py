@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from ringmaster_dist.config import recipe
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import (
     AUTO,
@@ -75,7 +76,16 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     unknown = _unknown_key(overrides, composed, name)
     if unknown:
         raise UserError(unknown)
+    for choice in recipe_of(composed, overrides):
+        OmegaConf.update(composed, choice.key, choice.value)
     return _completed(composed)
+
+
+def recipe_of(composed: DictConfig, overrides: Sequence[str]) -> list[recipe.Choice]:
+    """What the recipe of a depth chooses, if the overrides ask for it."""
+    if f"experiment={recipe.NAME}" not in overrides or composed.model.name != DEPTH:
+        return []
+    return recipe.from_depth(composed, {override.lstrip("+").partition("=")[0] for override in overrides})
 
 
 def _companions(overrides: Sequence[str]) -> list[str]:

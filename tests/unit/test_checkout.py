@@ -1,6 +1,7 @@
 """A nanochat checkout as a problem, with a stand-in that has nanochat's names and other code."""
 
 import importlib
+import json
 import logging
 import math
 import shutil
@@ -11,8 +12,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from ringmaster_dist.config.build import build_fingerprint, build_layout, build_problem, build_rows
-from ringmaster_dist.config.compose import compose, load
+from ringmaster_dist.config.build import build_fingerprint, build_layout, build_problem, build_radii, build_rows
+from ringmaster_dist.config.compose import compose, load, recipe_of
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.problems.nanochat.checkout import Checkout
@@ -181,3 +182,45 @@ def test_a_worker_imports_only_the_checkout_that_its_user_names(config, nanochat
     with (other / "nanochat" / "gpt.py").open("a") as file:
         file.write("CAP = 20.0\n")
     assert make_job(text, 0, str(other)).fingerprint != make_job(text, 0, str(nanochat)).fingerprint
+
+
+def chosen(*words):
+    overrides = ["experiment=nanochat_depth", "problem.path=here", *words]
+    return compose(overrides, "train"), recipe_of(compose(overrides, "train"), overrides)
+
+
+def test_the_recipe_of_a_depth_has_nanochat_s_numbers():
+    """The tokens and batches of nanochat's own table: depth 12 has 1.32 billion and 2^19, depth 20 5.22 and 2^20."""
+    for depth, tokens, batch in ((12, 1.32e9, 1 << 19), (20, 5.22e9, 1 << 20)):
+        one, _ = chosen(f"model.depth={depth}", "cluster.workers=1")
+        gradient = one.problem.batch * 2048
+        assert gradient == batch
+        assert one.budget.updates * gradient == pytest.approx(tokens, rel=2e-3)
+        assert one.method.eta == pytest.approx(0.02 * math.sqrt(batch / (1 << 19)), rel=1e-2)
+        assert one.method.warmup * one.budget.updates == pytest.approx(40, rel=1e-2)
+
+
+def test_the_recipe_follows_the_devices_and_what_the_user_gives(tmp_path):
+    equal, _ = chosen("cluster.workers=4", "cluster.profile=similar")
+    assert (equal.problem.batch, equal.cluster.batch, equal.method.threshold) == (64, None, 8)
+    profile = tmp_path / "mine.json"
+    profile.write_text(json.dumps({"devices": [{"seconds_mean": 1.0}, {"seconds_mean": 3.0}]}))
+    unequal, reasons = chosen("cluster.workers=4", f"cluster.profile_file={profile}")
+    assert (unequal.problem.batch, unequal.cluster.batch) == (128, "auto")  # 2.67 devices as fast as the fastest
+    assert unequal.budget.updates * 128 * 2048 * (8 / 3) / 4 == pytest.approx(
+        equal.budget.updates * 64 * 2048, rel=1e-3
+    )
+    assert all(choice.reason.endswith(".") for choice in reasons)
+    given, reasons = chosen("cluster.workers=4", "problem.batch=16", "method.threshold=auto", "method.decay=0.1")
+    assert (given.problem.batch, given.method.threshold, given.method.decay) == (16, "auto", 0.1)
+    assert given.method.eta == pytest.approx(equal.method.eta / 2, rel=1e-2)
+    assert not {"problem.batch", "method.threshold", "method.decay"} & {choice.key for choice in reasons}
+    assert chosen("cluster.workers=64", "problem.batch=64")[0].method.threshold == 64  # every worker is accepted
+    assert chosen("cluster.workers=8", "problem.batch=256")[0].method.threshold == 8  # 16 would be too old
+
+
+def test_the_radii_are_known_without_weights(config):
+    parameters = build_problem(config).parameters
+    for role, (least, most) in build_radii(config).items():
+        radii = [p.radius for p in parameters if p.role == role]
+        assert (least, most) == (min(radii), max(radii))

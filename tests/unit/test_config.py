@@ -24,7 +24,8 @@ from ringmaster_dist.problems.quadratic import Quadratic
 def test_every_choice_composes_and_builds(choice, nanochat):
     of_depth = [f"problem.path={nanochat}", "model.depth=2", "model.sequence_len=64"]
     needed = {"problem=python": ["problem.target=tests.unit.test_config:own", "problem.args.dim=7"],
-              "problem=nanochat_checkout": of_depth, "experiment=nanochat_depth": of_depth}  # fmt: skip
+              "problem=nanochat_checkout": of_depth,
+              "experiment=nanochat_depth": [*of_depth, "cluster.profile=linear"]}  # fmt: skip
     config = load([choice, *needed.get(choice, [])])
     core = build_core(config, build_problem(config))
     sizes = {"nanochat": 458_888, "nanochat_checkout": 516_138, "python": 7, "quadratic": 1729}

@@ -3,6 +3,10 @@ generation."""
 
 import json
 import math
+import os
+import tracemalloc
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -13,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
+from ringmaster_dist.cli.main import main
 from ringmaster_dist.problems import Interrupted
 from ringmaster_dist.problems.module import role_by_shape
 from ringmaster_dist.problems.nanochat import NanoChat, NanoChatConfig
@@ -270,6 +275,61 @@ def test_rows_are_prepared_once_and_equal_everywhere(tmp_path):
     draws.append(rows.sample(3, 0, 7, 4, 4).tobytes())
     assert len(set(draws)) == 26
     assert set(rows.sample(0, 0, 0, 4000)[:, 0].tolist()) <= set(range(300))
+
+
+def test_a_start_trusts_size_and_date_and_a_verification_does_not(tmp_path, capsys):
+    (folder := tmp_path / "corpus").mkdir()
+    write_corpus(folder)
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))
+    words = ["data=text", f"data.path={folder}", f"data.cache={tmp_path}/cache", "model.vocab_size=300",
+             "model.sequence_len=16"]  # fmt: skip
+    assert main(["data", "verify", *words]) == 1
+    assert "no rows are prepared" in capsys.readouterr().out
+    assert main(["data", "prepare", *words]) == main(["data", "verify", *words]) == 0
+    first = capsys.readouterr().out.partition(":")[0]
+    path = sorted(folder.iterdir())[0]
+    path.write_text(path.read_text().replace("value", "eulav"))
+    os.utime(path, (1e9, 1e9))
+    assert main(["data", "prepare", *words]) == 0
+    assert capsys.readouterr().out.partition(":")[0] == first  # nobody has read the file
+    assert main(["data", "verify", *words]) == 1
+    assert f"{path} has changed" in capsys.readouterr().out
+    assert main(["data", "prepare", *words]) == 0
+    second = capsys.readouterr().out.partition(":")[0]
+    assert second != first  # the verification has entered the new checksum
+    os.utime(path)
+    path.write_text(path.read_text().replace("eulav", "value"))
+    assert main(["data", "prepare", *words]) == 0
+    assert capsys.readouterr().out.partition(":")[0] == first  # the date has told
+    with (Path(first) / "train.bin").open("r+b") as rows:
+        rows.seek(40)
+        rows.write(b"\0\1")
+    assert main(["data", "verify", *words]) == 1
+    assert "are damaged" in capsys.readouterr().out
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(["a", "é", "東", "\n", "\r", "\r\n", "\x0b", "\u2028", "\x85", " "]), max_size=40))
+def test_a_file_is_read_in_blocks_as_if_at_once(tmp_path_factory, pieces):
+    text = "".join(pieces)
+    path = tmp_path_factory.mktemp("blocks") / "text.txt"
+    path.write_bytes(text.encode())
+    with mock.patch.object(corpora, "_CHUNK_BYTES", 3):
+        assert list(corpora._lines(path)) == text.splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_large_file_is_streamed(kind, tmp_path):
+    path = tmp_path / f"large.{kind}"
+    line = "".join(TEXTS) if kind == "txt" else json.dumps({"text": TEXTS[0]}) + "\n"
+    path.write_text(line * (8_000_000 // len(line)))
+    tracemalloc.start()
+    count = sum(len(text) for text in corpora.documents(corpora.Source(path, path.name, False)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count > 5_000_000
+    assert peak < path.stat().st_size
 
 
 def test_a_single_file_validates_on_every_twentieth_document(tmp_path):

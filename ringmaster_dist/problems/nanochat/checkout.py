@@ -78,7 +78,7 @@ class Checkout:
     def base(self) -> Path:
         return Path(self._module("common").get_base_dir())
 
-    def model(self, sizes: Sizes, vocab_size: int) -> nn.Module:
+    def model(self, sizes: Sizes, vocab_size: int, *, initialize: bool = True) -> nn.Module:
         """A new ``GPT`` with float32 weights. The caller has seeded the generators."""
         gpt = self._module("gpt")
         given = {**asdict(sizes), "n_kv_head": sizes.n_head, "vocab_size": vocab_size}
@@ -94,7 +94,8 @@ class Checkout:
                 raise Mistake(f"its GPT.forward has no argument {name!r}")
         with _quiet_and_alone():
             model: nn.Module = gpt.GPT(gpt.GPTConfig(**{k: v for k, v in given.items() if k in known}))
-            model.init_weights()  # type: ignore[operator]
+            if initialize:
+                model.init_weights()  # type: ignore[operator]
         for parameter in model.parameters():  # nanochat stores embeddings in its compute type
             parameter.data = parameter.data.float()
         return model

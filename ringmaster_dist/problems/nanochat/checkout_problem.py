@@ -7,8 +7,9 @@ and a radius that follows from nanochat's learning rates. The radius of a Muon m
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,24 +25,35 @@ from ringmaster_dist.problems.seeding import seeded
 ADAM_SHARE = 0.2
 
 
-def role_of(name: str, owner: nn.Module, rate: Rate) -> str:
+class Movement(NamedTuple):
+    """How the server moves a parameter."""
+
+    role: str
+    radius: float
+
+
+def movements(model: nn.Module, rates: Mapping[str, Rate]) -> dict[str, Movement]:
+    """The movement of each parameter that nanochat trains, by name. The step size is the rate of Muon's matrices."""
+    matrix_rate = max(rate.learning_rate for rate in rates.values() if rate.is_muon)
+    found = {}
+    for name, rate in rates.items():
+        role = _role(name, model.get_submodule(name.rpartition(".")[0]), rate)
+        ratio = rate.learning_rate / matrix_rate
+        if role != "matrix":
+            ratio *= ADAM_SHARE
+        if role == "embedding":  # a row has the Euclidean norm, which grows with the root of its length
+            ratio *= math.sqrt(model.get_parameter(name).shape[-1])
+        found[name] = Movement(role, ratio)
+    return found
+
+
+def _role(name: str, owner: nn.Module, rate: Rate) -> str:
     """Muon's parameters are matrices. Of Adam's, a table is an embedding, and the head is the output."""
     if rate.is_muon:
         return "matrix"
     if isinstance(owner, nn.Embedding):
         return "embedding"
     return "output" if name.startswith("lm_head.") else "scalar"
-
-
-def radius_of(role: str, shape: torch.Size, rate: Rate, matrix_rate: float) -> float:
-    """The radius of a parameter, if the step size is the learning rate of matrices.
-
-    A row of an embedding has the Euclidean norm, so its radius is that of one coordinate times the root of its length.
-    """
-    if role == "matrix":
-        return rate.learning_rate / matrix_rate
-    one = ADAM_SHARE * rate.learning_rate / matrix_rate
-    return one * math.sqrt(shape[-1]) if role == "embedding" else one
 
 
 class CheckoutProblem(TextProblem):
@@ -54,28 +66,22 @@ class CheckoutProblem(TextProblem):
         self.checkout, self.sizes = checkout, sizes
         with seeded(seed):
             model = checkout.model(sizes, rows.manifest["vocab_size"])
-        rates = checkout.rates(model)
+        moved = movements(model, checkout.rates(model))
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in rates)  # what nanochat does not train is frozen
-        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in rates}
-        roles = {name: role_of(name, owners[name], rate) for name, rate in rates.items()}
+            parameter.requires_grad_(name in moved)  # what nanochat does not train is frozen
         dtype = checkout.compute_dtype
         super().__init__(
             model,
             rows,
             context=sizes.sequence_len,
-            role=lambda name, parameter: roles[name],
+            role=lambda name, parameter: moved[name].role,
             watched=list(getattr(getattr(model, "transformer", None), "h", ())),
             seed=seed,
             precision=precision if dtype is None else "float32",  # without autocast: the model chooses its own types
             scaled=dtype == torch.float16,
             **given,
         )
-        matrix_rate = max(rate.learning_rate for rate in rates.values() if rate.is_muon)
-        self.parameters = [
-            p._replace(radius=radius_of(p.role, torch.Size(p.shape), rates[p.name], matrix_rate))
-            for p in self.parameters
-        ]
+        self.parameters = [p._replace(radius=moved[p.name].radius) for p in self.parameters]
         self.data_fingerprint = f"{rows.fingerprint}-{checkout.source_digest}"
 
     def tokenizer(self) -> CheckoutTokenizer:

@@ -123,18 +123,25 @@ def documents(source: Source) -> Iterator[str]:
 
 def _blocks(path: Path) -> Iterator[str]:
     """The text of a file in blocks of whole lines, so that a file may be larger than the memory."""
-    before, rest = 0, b""
+    before, pending = 0, list[bytes]()  # the bytes of earlier blocks, and what has been read since
+
+    def block() -> str:
+        nonlocal before
+        joined = b"".join(pending)
+        pending.clear()
+        text = _decoded(joined, path, before)
+        before += len(joined)
+        return text
+
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             head, newline, tail = chunk.rpartition(b"\n")
-            if not newline:
-                rest += chunk
-                continue
-            yield _decoded(rest + head + newline, path, before)
-            before += len(rest) + len(head) + 1
-            rest = tail
-    if rest:
-        yield _decoded(rest, path, before)
+            if newline:
+                pending += head, newline
+                yield block()
+            pending.append(tail)
+    if any(pending):
+        yield block()
 
 
 def _decoded(block: bytes, path: Path, before: int) -> str:
