@@ -68,7 +68,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
         _refuse_renamed(override)
     # A problem of the user's own may take any argument, so Hydra has to add the key.
     overrides = [f"++{word}" if word.startswith("problem.args.") else word for word in overrides]
-    overrides = [*_companions(overrides), *overrides]
+    overrides = [*_companions(overrides), *map(_with_home, overrides)]
     try:
         composed = _compose(overrides, name)
     except (HydraException, OmegaConfBaseException) as error:
@@ -86,6 +86,12 @@ def recipe_of(composed: DictConfig, overrides: Sequence[str]) -> list[recipe.Cho
     if f"experiment={recipe.NAME}" not in overrides or composed.model.name != DEPTH:
         return []
     return recipe.from_depth(composed, {override.lstrip("+").partition("=")[0] for override in overrides})
+
+
+def _with_home(override: str) -> str:
+    """A shell does not expand ~ after problem.path=, and Hydra does not accept it."""
+    key, equals, value = override.partition("=")
+    return f"{key}{equals}{Path.home()}{value[1:]}" if value.startswith("~/") else override
 
 
 def _companions(overrides: Sequence[str]) -> list[str]:
