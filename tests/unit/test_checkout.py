@@ -231,8 +231,8 @@ def test_the_radii_are_known_without_weights(config):
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs/nanochat.md"
-COMMANDS = [shlex.split(line) for block in re.findall(r"^```sh\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-            for line in block.splitlines() if line.startswith("ringmaster ")]  # fmt: skip
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+COMMANDS = [shlex.split(line) for line in "".join(BLOCKS).splitlines() if line.startswith("ringmaster ")]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
