@@ -70,6 +70,22 @@ def test_roles_and_radii_follow_nanochat_s_groups(config):
     assert ("spectral", 1.0) in by_geometry
 
 
+def test_weights_stay_in_float32_whatever_nanochat_computes_in(config, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_DTYPE", "float32")
+    found = {}
+    for config.problem.precision in ("float32", "bfloat16", "float32"):
+        problem = build_problem(config)
+        build_layout(config, problem)
+        gradient, loss = problem.gradient(problem.initial(0), 0, 1, 2)
+        assert gradient.dtype == problem.initial(0).dtype == torch.float32
+        assert problem.checkout.compute_dtype == getattr(torch, config.problem.precision)
+        found.setdefault(config.problem.precision, []).append((gradient.clone(), loss))
+    (one, other), (narrow,) = found["float32"], found["bfloat16"]
+    assert torch.equal(one[0], other[0])
+    assert narrow[1] == pytest.approx(one[1], rel=1e-2)
+    assert not torch.equal(narrow[0], one[0])
+
+
 def test_importing_a_checkout_changes_neither_logs_nor_output(config, capsys):
     root = logging.getLogger()
     before = list(root.handlers), root.level

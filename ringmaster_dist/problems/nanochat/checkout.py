@@ -60,8 +60,9 @@ class Checkout:
         self.path = path.expanduser().resolve()
         if not (self.path / "nanochat" / "gpt.py").is_file():
             raise Mistake("it has no nanochat/gpt.py: name the folder of a nanochat checkout")
-        if precision != "auto":
+        if precision not in ("auto", os.environ.get("NANOCHAT_DTYPE")):
             os.environ["NANOCHAT_DTYPE"] = precision  # nanochat reads it when it is imported
+            _forget()
 
     @property
     def source_digest(self) -> str:
@@ -210,13 +211,9 @@ class CheckoutTokenizer:
 
 def _imported(path: Path, name: str) -> ModuleType:
     """The module of this checkout. Modules of another one, which the process may have, are forgotten."""
-    loaded = sys.modules.get(name)
-    if loaded is not None and Path(loaded.__file__ or "").is_relative_to(path):
-        return loaded
-    for other, module in list(sys.modules.items()):
-        is_nanochat = other == "nanochat" or other.startswith("nanochat.")
-        if is_nanochat and not Path(getattr(module, "__file__", None) or "").is_relative_to(path):
-            del sys.modules[other]
+    package = sys.modules.get("nanochat")
+    if package is not None and not any(Path(place).is_relative_to(path) for place in package.__path__):
+        _forget()
     if sys.path[0] != str(path):
         sys.path.insert(0, str(path))
         importlib.invalidate_caches()
@@ -225,6 +222,11 @@ def _imported(path: Path, name: str) -> ModuleType:
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise Mistake(f"{name} cannot be imported: {error}") from error
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nanochat"]:
+        del sys.modules[name]
 
 
 @contextmanager

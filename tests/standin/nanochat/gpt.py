@@ -26,8 +26,15 @@ def rms(x):
     return F.rms_norm(x, (x.shape[-1],))
 
 
+class Cast(nn.Linear):
+    """Computes in the type of its input, whatever the type of its weights."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 def linear(columns, rows):
-    return nn.Linear(columns, rows, bias=False)
+    return Cast(columns, rows, bias=False)
 
 
 def has_values(config, layer):
@@ -135,17 +142,17 @@ class GPT(nn.Module):
         assert self.cos.dtype == COMPUTE_DTYPE, "the tables of angles keep their type"
         turn = self.cos[:time], self.sin[:time]
         x = rms(self.transformer["wte"](idx).to(COMPUTE_DTYPE))
-        gate = self.smear_lambda * torch.sigmoid(self.smear_gate(x[:, 1:, :SMEAR]))
+        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[:, 1:, :SMEAR]))
         x0 = x = torch.cat((x[:, :1], x[:, 1:] + gate * x[:, :-1]), dim=1)
         ages = torch.arange(time, device=idx.device)[:, None] - torch.arange(time, device=idx.device)
         middle = x
         for i, block in enumerate(self.transformer["h"]):
             x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
-            values = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
+            values = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
             x = block(x, values, turn, (ages >= 0) & (ages <= self._window(i)))
             if i == self.config.n_layer // 2:
                 middle = x
-        x = rms(x - self.backout_lambda * middle)
+        x = rms(x - self.backout_lambda.to(x.dtype) * middle)
         logits = CAP * torch.tanh(self.lm_head(x)[..., : self.config.vocab_size].float() / CAP)
         if targets is None:
             return logits
