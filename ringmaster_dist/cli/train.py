@@ -90,7 +90,7 @@ def _train(overrides: list[str]) -> int:
 
     from ringmaster_dist.cli.runs import open_watcher
     from ringmaster_dist.cli.weights import write_sample
-    from ringmaster_dist.config.schema import TEXT_PROBLEMS
+    from ringmaster_dist.config.schema import CHECKOUT, TEXT_PROBLEMS
     from ringmaster_dist.observe.console import LiveTable
     from ringmaster_dist.observe.report import show_summary
     from ringmaster_dist.runtime.preparation import RunIsOver, prepare
@@ -114,5 +114,5 @@ def _train(overrides: list[str]) -> int:
         code = show_summary(directory, report=config.run.report)
     if code == 0 and config.problem.name in TEXT_PROBLEMS:
         print("  a sample (ringmaster sample writes more):\n", flush=True)
-        write_sample(directory.path, "def ", 80)
+        write_sample(directory.path, "" if config.problem.name == CHECKOUT else "def ", 80)
     return code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from ringmaster_dist import __version__, devices
 from ringmaster_dist.algorithm.auto import AutoThreshold
-from ringmaster_dist.algorithm.layout import ROLES, Layout, Norm
+from ringmaster_dist.algorithm.layout import ROLES, Layout, Norm, Parameter
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.rows import RowsBySpeed
 from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Schedule, agnostic, theory
@@ -55,7 +55,7 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
         return problem
     assert local.eta is not None, "compose has completed it"
     assert local.beta is not None, "compose has completed it"
-    layout = _layout(config, problem, _norms(config))
+    layout = _layout(config, problem.parameters, _norms(config))
     make_update = partial(_update, config, dtype=problem.dtype)
     return LocalSteps(problem, layout, make_update, local.steps, eta=local.eta, beta=local.beta)
 
@@ -273,8 +273,11 @@ def build_layout(config: Config, problem: Problem) -> Layout:
 
     With local steps the server has no oracles, because the steps of the workers have them.
     """
-    norms = _norms(config) if config.local.steps == 1 else {role: Norm("none") for role in ROLES}
-    layout = _layout(config, problem, norms)
+    parameters, norms = problem.parameters, _norms(config)
+    if config.local.steps != 1:
+        parameters = [parameter._replace(radius=1.0) for parameter in parameters]
+        norms = {role: Norm("none") for role in ROLES}
+    layout = _layout(config, parameters, norms)
     problem.bind(layout)
     return layout
 
@@ -289,9 +292,9 @@ def _norms(config: Config) -> dict[str, Norm]:
     return norms
 
 
-def _layout(config: Config, problem: Problem, norms: Mapping[str, Norm]) -> Layout:
+def _layout(config: Config, parameters: Sequence[Parameter], norms: Mapping[str, Norm]) -> Layout:
     try:
-        return Layout(problem.parameters, norms)
+        return Layout(parameters, norms)
     except ValueError as error:
         raise UserError(f"problem={config.problem.name}: {error}") from error
 

@@ -64,6 +64,16 @@ def test_a_checkout_is_trained_killed_resumed_and_replayed(run):
     assert summary["final_loss"] < 0.5 * rows[0]["loss"]
 
 
+class Bomb:
+    """An object that makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
 def test_an_export_is_what_nanochat_loads_and_begins_a_run(run, nanochat, tmp_path):
     saved = tmp_path / "saved"
     assert main(["export", str(run.directory), str(saved), "--format", "nanochat"]) == 0
@@ -74,15 +84,15 @@ def test_an_export_is_what_nanochat_loads_and_begins_a_run(run, nanochat, tmp_pa
     tokens = torch.randint(0, 320, (3, 64), generator=torch.Generator().manual_seed(0))
     weights.problem.load(weights.iterate)
     weights.problem.module.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens), weights.problem.logits(tokens), rtol=0, atol=1e-6)
+    with torch.no_grad():  # sums round in another order, because the tensors are aligned in another way
+        torch.testing.assert_close(model(tokens), weights.problem.logits(tokens), rtol=1e-6, atol=1e-6)
 
     def begun(given, *more):
         return chosen_weights(load(of_checkout(nanochat, f"init={given}", *more)))
 
     for given in (saved, saved / "model_000060.pt"):
         assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in begun(given).items())
-    (tmp_path / "pickled.pt").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")  # a pickle that calls a program
+    torch.save({"weight": Bomb(tmp_path / "ran")}, tmp_path / "pickled.pt")
     for words, given, *more in (
         ("it is of another model", saved, "model.depth=3"),
         ("is not a checkpoint of nanochat", tmp_path / "pickled.pt"),
@@ -90,6 +100,7 @@ def test_an_export_is_what_nanochat_loads_and_begins_a_run(run, nanochat, tmp_pa
         with pytest.raises(UserError, match=words) as raised:
             begun(given, *more)
         assert "\n" not in str(raised.value)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_export_for_hugging_face_names_every_size(run, tmp_path):

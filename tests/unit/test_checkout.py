@@ -70,6 +70,20 @@ def test_roles_and_radii_follow_nanochat_s_groups(config):
     assert ("spectral", 1.0) in by_geometry
 
 
+def test_local_steps_have_the_radii_and_the_server_has_none(config):
+    single = build_problem(config)
+    config.local.steps, config.local.eta, config.local.beta = 2, 0.01, 0.9
+    problem = build_problem(config)
+    layout = build_layout(config, problem)
+    assert {(block.geometry, block.radius) for block in layout.blocks} == {("none", 1.0)}
+    iterate = problem.initial(0)
+    moved = layout.views(problem.gradient(iterate, 0, 0, 0)[0])  # by two steps
+    radii = {p.name: p.radius for p in single.parameters}
+    for name in ("x0_lambdas", "resid_lambdas", "lm_head.weight"):
+        assert float(moved[name].abs().max()) <= 0.02 * radii[name] * 1.001
+        assert float(moved[name].abs().max()) > 0.009 * radii[name]
+
+
 def test_weights_stay_in_float32_whatever_nanochat_computes_in(config, monkeypatch):
     monkeypatch.setenv("NANOCHAT_DTYPE", "float32")
     found = {}
