@@ -34,6 +34,7 @@ _CAUTIOUS_SHARE = 0.5  # nanochat decays only coordinates that move towards zero
 # What was measured for this program; see docs/choosing.md.
 _DELAYS_PER_WORKER = 2  # the threshold, with rows by speed
 _OLDEST_BATCHES = 4  # an accepted gradient is at most so many of nanochat's batches old
+_LEAST_FACTOR = 0.5  # of nanochat's step: what small models needed at 512 tokens
 _EQUAL = 1.25  # devices whose times differ by less than this factor count as equal
 _AT_ONCE = 16  # rows
 
@@ -98,10 +99,10 @@ def from_depth(composed: DictConfig, given: Collection[str]) -> list[Choice]:
         f"R allows {_DELAYS_PER_WORKER} delays for each of {workers} workers, but no gradient that is more than "
         f"{_OLDEST_BATCHES} batches old.",
     )  # fmt: skip
-    choose(
-        "method.eta", _rounded(_MATRIX_RATE * math.sqrt(tokens / _REFERENCE_BATCH)),
-        f"nanochat moves matrices by {_MATRIX_RATE:g} at {_REFERENCE_BATCH:,} tokens, and the step follows the root of "
-        f"the tokens, here {tokens:,}.",
+    eta = choose(
+        "method.eta", _rounded(_MATRIX_RATE * max(_LEAST_FACTOR, math.sqrt(tokens / _REFERENCE_BATCH))),
+        f"nanochat moves matrices by {_MATRIX_RATE:g} at {_REFERENCE_BATCH:,} tokens; the step follows the root of the "
+        f"tokens, here {tokens:,}, down to {_LEAST_FACTOR:g} of it.",
     )  # fmt: skip
     choose(
         "budget.updates", max(1, round(scale.tokens / average)),
@@ -114,9 +115,12 @@ def from_depth(composed: DictConfig, given: Collection[str]) -> list[Choice]:
         "method.warmup", _rounded(min(1 - _DECAY, _WARMUP_STEPS * batch / scale.tokens)),
         f"eta rises over {_WARMUP_STEPS} of nanochat's batches, as it does there.",
     )  # fmt: skip
-    decay = _CAUTIOUS_SHARE * _WEIGHT_DECAY * math.sqrt(tokens / _REFERENCE_BATCH)
+    # The decay of a token is eta * decay / tokens, which depends on the length of the run alone.
+    per_token = (
+        _CAUTIOUS_SHARE * _WEIGHT_DECAY * _MATRIX_RATE / _REFERENCE_BATCH * scale.reference_tokens / scale.tokens
+    )
     choose(
-        "geometry.weight_decay.matrix", _rounded(decay * scale.reference_tokens / scale.tokens),
+        "geometry.weight_decay.matrix", _rounded(per_token * tokens / (eta or _MATRIX_RATE)),
         f"nanochat has {_WEIGHT_DECAY:g} at depth {_REFERENCE_DEPTH} and skips half of the coordinates; this is half, "
         "scaled as there.",
     )  # fmt: skip

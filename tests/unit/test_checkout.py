@@ -247,7 +247,9 @@ def test_the_recipe_follows_the_devices_and_what_the_user_gives(tmp_path):
     assert all(choice.reason.endswith(".") for choice in reasons)
     given, reasons = chosen("cluster.workers=4", "problem.batch=16", "method.threshold=auto", "method.decay=0.1")
     assert (given.problem.batch, given.method.threshold, given.method.decay) == (16, "auto", 0.1)
-    assert given.method.eta == pytest.approx(equal.method.eta / 2, rel=1e-2)
+    assert given.method.eta == equal.method.eta == 0.01  # the least
+    decays = [one.geometry.weight_decay.matrix * one.method.eta / one.problem.batch for one in (given, equal)]
+    assert decays[0] == pytest.approx(decays[1], rel=1e-2)  # a token has the same decay
     assert not {"problem.batch", "method.threshold", "method.decay"} & {choice.key for choice in reasons}
     assert chosen("cluster.workers=64", "problem.batch=64")[0].method.threshold == 64  # every worker is accepted
     assert chosen("cluster.workers=8", "problem.batch=256")[0].method.threshold == 8  # 16 would be too old

@@ -120,7 +120,7 @@ class Checkout:
 
     @cached_property
     def tokenizer(self) -> CheckoutTokenizer:
-        return CheckoutTokenizer(self._loaded_tokenizer(), self.tokenizer_digest, self._token_bytes())
+        return CheckoutTokenizer(self._own_tokenizer, self.tokenizer_digest, self._token_bytes())
 
     @cached_property
     def tokenizer_digest(self) -> str:
@@ -145,7 +145,8 @@ class Checkout:
         *training, validation = paths
         return [Source(path, path.name, path is validation) for path in (*training[:count], validation)]
 
-    def _loaded_tokenizer(self) -> Any:
+    @cached_property
+    def _own_tokenizer(self) -> Any:
         self.tokenizer_digest  # noqa: B018  (says that there is none, where nanochat would fail in its own way)
         try:
             with _quiet_and_alone():
@@ -155,8 +156,8 @@ class Checkout:
 
     def _token_bytes(self) -> np.ndarray:
         """The bytes of text that each token stands for, (vocab_size,). Newer commits ask the tokenizer for them."""
-        tokenizer, loaded = self._loaded_tokenizer(), self._module("tokenizer")
-        ask: Callable[[], torch.Tensor] | None = getattr(loaded, "get_token_bytes", None)
+        tokenizer, module = self._own_tokenizer, self._module("tokenizer")
+        ask: Callable[[], torch.Tensor] | None = getattr(module, "get_token_bytes", None)
         ask = ask or getattr(tokenizer, "get_token_bytes", None)
         if ask is None:
             raise Mistake("its tokenizer has no 'get_token_bytes'")
