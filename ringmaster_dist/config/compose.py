@@ -32,6 +32,7 @@ from ringmaster_dist.config.schema import (
     KEYS,
     SERVER_BETA,
     SERVER_ETA,
+    TEXT_PROBLEMS,
     Config,
     suggested_eta,
 )
@@ -76,6 +77,8 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     unknown = _unknown_key(overrides, composed, name)
     if unknown:
         raise UserError(unknown)
+    if composed.problem.get("path"):  # the run's processes, and a replay, may have another working directory
+        composed.problem.path = str(Path(composed.problem.path).resolve())
     for choice in recipe_of(composed, overrides):
         OmegaConf.update(composed, choice.key, choice.value)
     return _completed(composed)
@@ -83,7 +86,8 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
 
 def recipe_of(composed: DictConfig, overrides: Sequence[str]) -> list[recipe.Choice]:
     """What the recipe of a depth chooses, if the overrides ask for it."""
-    if f"experiment={recipe.NAME}" not in overrides or composed.model.name != DEPTH:
+    fits = composed.model.name == DEPTH and composed.problem.name in TEXT_PROBLEMS
+    if f"experiment={recipe.NAME}" not in overrides or not fits:
         return []
     return recipe.from_depth(composed, {override.lstrip("+").partition("=")[0] for override in overrides})
 

@@ -62,7 +62,10 @@ class _Scale(NamedTuple):
 
 
 def from_depth(composed: DictConfig, given: Collection[str]) -> list[Choice]:
-    """The choices of the recipe, without those that the user has ``given``. They are in the order of their use."""
+    """The choices of the recipe in the order of their use.
+
+    A key that the user has ``given``, or that the chosen method does not have, is not among them.
+    """
     scale = _scale(composed.model)
     cluster, workers = composed.cluster, int(composed.cluster.workers)
     times = _times(cluster)
@@ -71,8 +74,9 @@ def from_depth(composed: DictConfig, given: Collection[str]) -> list[Choice]:
     chosen: list[Choice] = []
 
     def choose(key: str, value: Any, reason: str) -> Any:
-        if key in given:
-            return OmegaConf.select(composed, key)
+        section, _, name = key.rpartition(".")
+        if key in given or name not in OmegaConf.select(composed, section).keys():  # noqa: SIM118  (`in` skips missing)
+            return OmegaConf.select(composed, key, throw_on_missing=False)
         chosen.append(Choice(key, value, reason))
         return value
 
@@ -82,10 +86,11 @@ def from_depth(composed: DictConfig, given: Collection[str]) -> list[Choice]:
         "problem.batch", 1 << max(0, round(math.log2(batch / length / fastest_equivalent))),
         f"{sharing} share nanochat's batch of {batch:,} tokens, in rows of {length:,}.",
     )  # fmt: skip
-    choose(
-        "problem.micro_batch", math.gcd(rows, _AT_ONCE),
-        "These rows are computed at once; lower it if the memory of a device is too small.",
-    )  # fmt: skip
+    if not OmegaConf.is_list(cluster.batch):  # such workers compute all their rows at once
+        choose(
+            "problem.micro_batch", math.gcd(rows, _AT_ONCE),
+            "These rows are computed at once; lower it if the memory of a device is too small.",
+        )  # fmt: skip
     dealt = choose(
         "cluster.batch", "auto" if is_unequal else None,
         "A slower device takes fewer rows, because the speeds differ or are not known." if is_unequal

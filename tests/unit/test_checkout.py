@@ -251,6 +251,10 @@ def test_the_recipe_follows_the_devices_and_what_the_user_gives(tmp_path):
     decays = [one.geometry.weight_decay.matrix * one.method.eta / one.problem.batch for one in (given, equal)]
     assert decays[0] == pytest.approx(decays[1], rel=1e-2)  # a token has the same decay
     assert not {"problem.batch", "method.threshold", "method.decay"} & {choice.key for choice in reasons}
+    waiting, reasons = chosen("cluster.workers=4", "method=synchronous", "cluster.batch=[8,4]")
+    assert "threshold" not in waiting.method.keys()  # noqa: SIM118  (`in` skips missing values)
+    assert waiting.problem.micro_batch is None
+    assert "method.eta" in {choice.key for choice in reasons}
     assert chosen("cluster.workers=64", "problem.batch=64")[0].method.threshold == 64  # every worker is accepted
     assert chosen("cluster.workers=8", "problem.batch=256")[0].method.threshold == 8  # 16 would be too old
 
