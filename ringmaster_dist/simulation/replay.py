@@ -24,7 +24,6 @@ from ringmaster_dist.algorithm.rows import RowsChange
 from ringmaster_dist.config.build import build_core, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.own_code import source_of
 from ringmaster_dist.config.schema import OWN_CODE, Config
 from ringmaster_dist.observe.records import Member, Term
 from ringmaster_dist.observe.run_files import CONFIG, FINAL, MEMBERS, ROWS, TERMS, TRACE, RunFiles
@@ -252,4 +251,6 @@ def _factory_twice(config: Config, problem: Problem) -> str:
     same_start = torch.equal(problem.initial(config.run.seed), other.initial(config.run.seed))
     if same_start and getattr(problem, "data_fingerprint", "") == getattr(other, "data_fingerprint", ""):
         return ""
-    return f"; the code of {source_of(config)} gives other weights each time it is called"
+    problem = config.problem
+    code = f"the factory {problem.target}" if problem.name == "python" else f"the checkout {problem.path}"
+    return f"; {code} gives other weights each time it is called"
