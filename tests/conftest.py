@@ -8,6 +8,7 @@ import torch
 from hypothesis import settings
 
 from tests import pretend
+from tests.standin_base import CHECKOUT, make_base
 
 settings.register_profile("shared-machine", deadline=None, print_blob=True)
 settings.load_profile("shared-machine")
@@ -28,6 +29,13 @@ if "resource_tracker" not in " ".join(sys.orig_argv):  # multiprocessing's own p
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
     os.environ["RINGMASTER_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def nanochat(tmp_path_factory):
+    """The path of the stand-in for a nanochat checkout. Its data is where the environment says."""
+    os.environ["NANOCHAT_BASE_DIR"] = str(make_base(tmp_path_factory.mktemp("nanochat") / "base"))
+    return CHECKOUT
 
 
 @pytest.fixture

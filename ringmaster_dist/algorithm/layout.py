@@ -28,6 +28,8 @@ GEOMETRY_MAPS: dict[str, dict[str, str]] = {
     "sign": dict.fromkeys(ROLES, "sign"),
     # An embedding table has one token per row, so its norm is that of the largest row.
     "scion": {"matrix": "spectral", "embedding": "row", "output": "sign", "scalar": "sign"},
+    # The same norms. The radii come with the parameters of the problem.
+    "nanochat": {"matrix": "spectral", "embedding": "row", "output": "sign", "scalar": "sign"},
 }
 
 
@@ -37,6 +39,7 @@ class Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
     role: str = "matrix"
+    radius: float = 1.0  # multiplies the radius of its role
 
     @property
     def size(self) -> int:
@@ -101,6 +104,7 @@ class Layout:
         groups: dict[tuple[Norm, int, int], list[Parameter]] = {}
         for parameter in parameters:
             norm = by_role[parameter.role]
+            norm = norm._replace(radius=norm.radius * parameter.radius)
             shape = (0, 0) if norm.geometry == "none" else parameter.matrix_shape
             groups.setdefault((norm, *shape), []).append(parameter)
 

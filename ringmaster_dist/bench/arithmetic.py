@@ -18,7 +18,7 @@ from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.bench import by_turns, compared, show
 from ringmaster_dist.problems.module import role_by_shape, trainable_parameters
-from ringmaster_dist.problems.nanochat.generate import generate
+from ringmaster_dist.problems.nanochat.generate import generate, reader_of_model
 from ringmaster_dist.problems.nanochat.model import NanoChat, NanoChatConfig
 from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
 
@@ -203,4 +203,4 @@ def _our_gradient(config: NanoChatConfig, rows: Any, *, watched: bool) -> Callab
 def _sample(config: NanoChatConfig, *, cached: bool) -> Callable[[], object]:
     """Draws as many tokens as the context holds."""
     model = NanoChat(config)
-    return lambda: deque(generate(model, [0], _CONTEXT, cached=cached), maxlen=0)
+    return lambda: deque(generate(reader_of_model(model, cached=cached), [0], _CONTEXT - 1), maxlen=0)

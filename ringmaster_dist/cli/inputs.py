@@ -6,32 +6,44 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringmaster_dist.cli.parser import Parser, several, whole
 from ringmaster_dist.cli.worker import device_names
 from ringmaster_dist.config.errors import UserError
 
+if TYPE_CHECKING:
+    from ringmaster_dist.config.schema import Config
+
 
 def data_options(parser: Parser) -> None:
-    parser.add_argument("action", metavar="ACTION", choices=["prepare"], help="the only action is prepare")
+    parser.add_argument("action", metavar="ACTION", choices=["prepare", "verify"], help="prepare or verify")
 
 
 def run_data(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster data prepare [data=stdlib|text|climbmix] [model=...] [key=value ...]
+    """ringmaster data prepare|verify [data=stdlib|text|climbmix] [model=...] [key=value ...]
 
-    Tokenizes a corpus and packs it into rows once. Training maps the rows into memory. A corpus that was prepared
-    before is used again if nothing changed. It is safe to interrupt, because a half-written cache is never used.
-    Training does this automatically if needed.
+    prepare tokenizes a corpus and packs it into rows once. Training maps the rows into memory. A corpus that was
+    prepared before is used again if nothing changed, which the size and the date of each file tell. It is safe to
+    interrupt, because a half-written cache is never used. Training does this automatically if needed. The text is
+    streamed, so it may be larger than the memory.
+
+    verify reads every file of the corpus and every prepared row, and compares their checksums. It ends with code 1 if
+    one differs.
 
     Examples
       ringmaster data prepare
       ringmaster data prepare data=text data.path=my/texts model=nanochat_d6
+      ringmaster data verify data=text data.path=my/texts model=nanochat_d6
+      ringmaster data prepare problem=nanochat_checkout problem.path=~/nanochat
     """
     from ringmaster_dist.config.compose import load
     from ringmaster_dist.runtime.preparation import prepare_data
 
-    rows = prepare_data(load(["problem=nanochat", *overrides]))
+    config = load(_about_text(overrides))
+    if arguments.action == "verify":
+        return _verify(config)
+    rows = prepare_data(config)
     counts = rows.manifest["rows"]
     print(
         f"{rows.folder}: {counts['train']:,} training and {counts['validation']:,} validation rows of "
@@ -39,6 +51,24 @@ def run_data(arguments: Namespace, overrides: list[str]) -> int:
         f"fingerprint {rows.fingerprint}"
     )
     return 0
+
+
+def _verify(config: Config) -> int:
+    from ringmaster_dist.config.build import build_recipe
+
+    recipe = build_recipe(config)
+    wrong = recipe.verify()
+    for sentence in wrong:
+        print(sentence)
+    if not wrong:
+        print(f"{len(recipe.sources):,} files and the rows in {recipe.folder()} are as they were prepared")
+    return 1 if wrong else 0
+
+
+def _about_text(overrides: list[str]) -> list[str]:
+    """The overrides, with problem=nanochat if they name no problem."""
+    is_named = any(word.startswith(("problem=", "experiment=")) for word in overrides)
+    return overrides if is_named else ["problem=nanochat", *overrides]
 
 
 def profile_options(parser: Parser) -> None:
@@ -76,7 +106,7 @@ def run_profile(arguments: Namespace, overrides: list[str]) -> int:
         from ringmaster_dist.config.compose import load
         from ringmaster_dist.runtime.profiling import profile
 
-        config = load(["problem=nanochat", *overrides])
+        config = load(_about_text(overrides))
         found = profile(config, arguments.device or devices.available(), arguments.steps, _show_progress)
     try:
         arguments.output.write_text(json.dumps(found, indent=2) + "\n")

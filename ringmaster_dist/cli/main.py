@@ -37,7 +37,7 @@ COMMANDS = (
     Command("eval", "weights", "evaluate a run's weights"),
     Command("sample", "weights", "generate text with a trained model"),
     Command("export", "weights", "write a run's weights to a safetensors file"),
-    Command("data", "inputs", "prepare a corpus", True, explains_itself=True),
+    Command("data", "inputs", "prepare a corpus, or verify one", True, explains_itself=True),
     Command("profile", "inputs", "measure the gradient time of this machine's devices", True),
     Command("simulate", "simulate", "play a run of thousands of workers in virtual time on one core", True, "config"),
     Command("theory", "cluster", "compute the paper's time bounds for a cluster", True),

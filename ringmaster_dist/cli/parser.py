@@ -140,6 +140,17 @@ def number(least: float) -> Callable[[str], float]:
     return convert
 
 
+def one_of(*names: str) -> Callable[[str], str]:
+    """Takes one of these words."""
+
+    def convert(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{did_you_mean(text, names)}must be one of {', '.join(names)}")
+        return text
+
+    return convert
+
+
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Converts values that are separated by commas."""
     return lambda text: [kind(word) for word in text.split(",")]

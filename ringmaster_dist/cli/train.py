@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from ringmaster_dist.cli.configured import configuration_options, run_configured
 from ringmaster_dist.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from ringmaster_dist.config.schema import Config
 
 
 def train_options(parser: Parser) -> None:
@@ -32,8 +36,9 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
       resume=auto        resume the run in run.dir if there is one, otherwise begin it. The command stays the same each
                          time, which suits a program that restarts it. A run that is over stays as it is.
       init=RUN_DIR|FILE  begin from the weights of a run (its newest good checkpoint), of one checkpoint, or of a
-                         safetensors file that has every trained parameter by name, such as an exported one. They are
-                         copied into the run directory.
+                         safetensors file that has every trained parameter by name, such as an exported one. A
+                         checkpoint of nanochat (model_NNNNNN.pt, or its folder) is one too. They are copied into the
+                         run directory.
       cluster.local_workers=0 cluster.workers=N cluster.profile=none server.host=ADDRESS server.port=PORT
                          only serve. The workers run on other machines, at their own speed. See docs/cluster.md.
       watch=true         serve a page on this machine that shows the run while it continues
@@ -58,8 +63,25 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
         from ringmaster_dist.runtime.dry_run import dry_run
         from ringmaster_dist.runtime.preparation import prepare_dry_run
 
-        return dry_run(*prepare_dry_run(overrides))
+        config, initial = prepare_dry_run(overrides)
+        _explain_recipe(config, overrides)
+        return dry_run(config, initial)
     return run_configured(arguments, overrides, _train, "train")
+
+
+def _explain_recipe(config: Config, overrides: list[str]) -> None:
+    """Shows what the recipe of a depth has chosen, if the overrides ask for it, and the radii of a checkout."""
+    from ringmaster_dist.config.build import build_radii
+    from ringmaster_dist.config.compose import compose, recipe_of
+    from ringmaster_dist.config.recipe import NAME, explained
+
+    if f"experiment={NAME}" not in overrides:
+        return
+    composed = compose(overrides, "train")
+    print(explained(composed, recipe_of(composed, overrides)))
+    radii = ", ".join(f"{role} {least:.3g}" + (f" to {most:.3g}" if most > least else "")
+                      for role, (least, most) in build_radii(config).items())  # fmt: skip
+    print(f"  The radii follow the learning rates of the checkout's own optimizer: {radii}.", flush=True)
 
 
 def _train(overrides: list[str]) -> int:
@@ -68,6 +90,7 @@ def _train(overrides: list[str]) -> int:
 
     from ringmaster_dist.cli.runs import open_watcher
     from ringmaster_dist.cli.weights import write_sample
+    from ringmaster_dist.config.schema import CHECKOUT, TEXT_PROBLEMS
     from ringmaster_dist.observe.console import LiveTable
     from ringmaster_dist.observe.report import show_summary
     from ringmaster_dist.runtime.preparation import RunIsOver, prepare
@@ -78,6 +101,7 @@ def _train(overrides: list[str]) -> int:
     except RunIsOver as over:
         print(over)
         return 0
+    _explain_recipe(config, overrides)
     budget, console = config.budget, Console(file=sys.stdout)
     table = LiveTable(directory.path, console, budget.updates or math.inf, budget.seconds or math.inf)
     if config.watch:
@@ -88,7 +112,7 @@ def _train(overrides: list[str]) -> int:
         table.close()
     if code == 0:
         code = show_summary(directory, report=config.run.report)
-    if code == 0 and config.problem.name == "nanochat":
+    if code == 0 and config.problem.name in TEXT_PROBLEMS:
         print("  a sample (ringmaster sample writes more):\n", flush=True)
-        write_sample(directory.path, "def ", 80)
+        write_sample(directory.path, "" if config.problem.name == CHECKOUT else "def ", 80)
     return code

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-from ringmaster_dist.cli.parser import Parser, number, whole
+from ringmaster_dist.cli.parser import Parser, number, one_of, whole
 from ringmaster_dist.config.errors import UserError
 
 
@@ -25,17 +24,18 @@ def eval_options(parser: Parser) -> None:
 def run_eval(arguments: Namespace, overrides: list[str]) -> int:
     """ringmaster eval RUN_DIR|CHECKPOINT|WEIGHTS [--rows N]
 
-    Evaluates weights. For NanoChat it prints the loss per token and the bits per byte over the whole validation part.
+    Evaluates weights. For a language model it prints the loss per token and the bits per byte over the whole validation
+    part.
     """
     import torch
 
-    from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
+    from ringmaster_dist.problems.nanochat.problem import TextProblem
     from ringmaster_dist.runtime.saved_weights import find_weights
 
     weights = find_weights(arguments.weights)
     problem = weights.problem
     torch.set_num_threads(weights.config.server.compute_threads)  # as in the server, so that sums round the same way
-    if isinstance(problem, NanoChatProblem):
+    if isinstance(problem, TextProblem):
         problem.validation_rows = arguments.rows or len(problem.rows.validation)
     found = problem.evaluate(weights.iterate)
     figures = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
@@ -46,98 +46,129 @@ def run_eval(arguments: Namespace, overrides: list[str]) -> int:
 def sample_options(parser: Parser) -> None:
     _weights_argument(parser)
     parser.option("--prompt TEXT", "how the text begins; without it, a new document begins", str, "")
-    parser.option("--tokens N", "how many tokens to add; the context is the limit", whole(1), 100)
+    parser.option("--tokens N", "how many tokens to add; beyond the context, the oldest are forgotten", whole(1), 100)
     parser.option("--temperature T", "0 takes the likeliest token each time", number(0), 0.8)
     parser.option("--top-k K", "choose among the K likeliest tokens; 0 chooses among all", whole(0), 50)
     parser.option("--seed S", "another seed gives another text", whole(), 0)
     parser.switch("--no-cache", help="compute everything again for every token")
+    parser.switch("--interactive", help="read lines from the terminal, and continue the text after each; an empty line "
+                  "continues without one, and Ctrl+D ends")  # fmt: skip
 
 
 def run_sample(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster sample RUN_DIR|CHECKPOINT|WEIGHTS [--prompt TEXT] [options]
+    """ringmaster sample RUN_DIR|CHECKPOINT|WEIGHTS [--prompt TEXT] [--interactive] [options]
 
-    Generates text with a trained NanoChat model.
+    Generates text with a trained language model.
 
-    Example
+    Examples
       ringmaster sample runs/a --prompt 'def '
+      ringmaster sample runs/a --interactive
     """
-    write_sample(
-        arguments.weights, arguments.prompt, arguments.tokens, temperature=arguments.temperature,
-        top_k=arguments.top_k, seed=arguments.seed, cached=not arguments.no_cache,
+    writer = Writer(
+        arguments.weights, temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed,
+        cached=not arguments.no_cache,
     )  # fmt: skip
-    return 0
+    if not arguments.interactive:
+        writer.write(arguments.prompt, arguments.tokens)
+        return 0
+    is_terminal = sys.stdin.isatty()
+    if arguments.prompt:
+        writer.write(arguments.prompt, arguments.tokens)
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except EOFError:
+            return 0
+        writer.write(line, arguments.tokens)
 
 
-def write_sample(
-    path: Path, prompt: str, num_tokens: int, *, temperature: float = 0.8, top_k: int = 50, seed: int = 0,
-    cached: bool = True,
-) -> None:  # fmt: skip
-    """Writes the prompt and the text that a model continues it with to stdout, token by token. Raises UserError."""
-    from ringmaster_dist.problems.nanochat.generate import generate
-    from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
-    from ringmaster_dist.problems.nanochat.tokenizer import BOS
-    from ringmaster_dist.runtime.saved_weights import find_weights
+def write_sample(path: Path, prompt: str, num_tokens: int) -> None:
+    """Writes the prompt and the text that a model continues it with to stdout. Raises UserError."""
+    Writer(path, temperature=0.8, top_k=50, seed=0, cached=True).write(prompt, num_tokens)
 
-    weights = find_weights(path)
-    problem = weights.problem
-    if not isinstance(problem, NanoChatProblem):
-        raise UserError(f"{path} is of problem={weights.config.problem.name}: only nanochat writes text")
-    tokenizer = problem.rows.tokenizer()
-    tokens = [BOS, *tokenizer.encode(prompt)]
-    if len(tokens) >= problem.config.sequence_len:
-        raise UserError(
-            f"--prompt has {len(tokens)} tokens, the model's context is {problem.config.sequence_len}: shorten it"
-        )
-    problem.validation_rows = 1  # one row is enough to see whether the weights are finite
-    if not math.isfinite(problem.evaluate(weights.iterate)["loss"]):
-        raise UserError(f"{path}: these weights give no finite numbers, so no text: the run has diverged")
-    problem.load(weights.iterate)
-    sys.stdout.write(prompt)
-    shown = ""
-    written: list[int] = []
-    for token in generate(
-        problem.model, tokens, num_tokens, temperature=temperature, top_k=top_k or None, seed=seed, cached=cached
-    ):
-        written.append(token)
-        text = tokenizer.decode(written)
-        if not text.endswith("\ufffd"):  # otherwise the next token has the rest of a character
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
-            shown = text
-    print()
+
+class Writer:
+    """Writes a text to stdout, token by token, and remembers it. The context slides over a text that is longer."""
+
+    def __init__(self, path: Path, *, temperature: float, top_k: int, seed: int, cached: bool) -> None:
+        """Raises UserError if the weights are not of a language model, or not finite."""
+        from ringmaster_dist.problems.nanochat.generate import reader_of
+        from ringmaster_dist.problems.nanochat.problem import TextProblem
+        from ringmaster_dist.runtime.saved_weights import find_weights
+
+        weights = find_weights(path)
+        problem = weights.problem
+        if not isinstance(problem, TextProblem):
+            raise UserError(f"{path} is of problem={weights.config.problem.name}: only a language model writes text")
+        problem.validation_rows = 1  # one row is enough to see whether the weights are finite
+        if not math.isfinite(problem.evaluate(weights.iterate)["loss"]):
+            raise UserError(f"{path}: these weights give no finite numbers, so no text: the run has diverged")
+        problem.load(weights.iterate)
+        self._tokenizer, self._reader = problem.tokenizer(), reader_of(problem, cached=cached)
+        self._temperature, self._top_k, self._seed = temperature, top_k or None, seed
+        self._pending = [self._tokenizer.bos]  # what the model has not seen yet
+
+    def write(self, prompt: str, num_tokens: int) -> None:
+        """Continues the text with the prompt, and then with tokens of the model."""
+        from ringmaster_dist.problems.nanochat.generate import generate
+
+        sys.stdout.write(prompt)
+        shown = ""
+        written: list[int] = []
+        tokens = [*self._pending, *self._tokenizer.encode(prompt)]
+        for token in generate(
+            self._reader, tokens, num_tokens, temperature=self._temperature, top_k=self._top_k, seed=self._seed
+        ):
+            written.append(token)
+            text = self._tokenizer.decode(written)
+            if not text.endswith("\ufffd"):  # otherwise the next token has the rest of a character
+                sys.stdout.write(text[len(shown) :])
+                sys.stdout.flush()
+                shown = text
+        self._pending = written[-1:]
+        self._seed += 1  # so that the next piece does not repeat the draws of this one
+        print()
 
 
 def export_options(parser: Parser) -> None:
     parser.add_argument("weights", metavar="RUN_DIR|CHECKPOINT", type=Path,
                         help="a run (its newest good checkpoint) or one checkpoint")  # fmt: skip
-    parser.add_argument("file", metavar="FILE", type=Path, nargs="?",
-                        help="where to write (weights.safetensors in the run's directory)")  # fmt: skip
+    parser.add_argument("target", metavar="FILE|DIR", type=Path, nargs="?",
+                        help="where to write (weights.safetensors, nanochat or hf in the run's directory)")  # fmt: skip
+    parser.option("--format NAME", "safetensors, nanochat or hf", one_of("safetensors", "nanochat", "hf"),
+                  "safetensors")  # fmt: skip
 
 
 def run_export(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster export RUN_DIR|CHECKPOINT [FILE]
+    """ringmaster export RUN_DIR|CHECKPOINT [FILE|DIR] [--format NAME]
 
-    Writes the weights of a checkpoint by name to a safetensors FILE. The configuration (.yaml) and the tokenizer, if
-    there is one (.tokenizer.json), are written next to FILE. The tensors are the whole state of the module, with frozen
-    and tied weights and buffers, so module.load_state_dict(load_file(FILE)) works. The number of updates is `version`
-    in the file's metadata. The command works while the run continues and after a crash.
+    Writes the weights of a checkpoint by name. The command works while the run continues and after a crash.
 
-    Example
+      --format safetensors   The tensors are the whole state of the module, with frozen and tied weights and buffers, so
+                             module.load_state_dict(load_file(FILE)) works. The configuration (.yaml) and the tokenizer,
+                             if there is one (.tokenizer.json), are written next to FILE. The number of updates is
+                             `version` in the file's metadata.
+      --format nanochat      DIR gets model_NNNNNN.pt and meta_NNNNNN.json, a checkpoint of nanochat. This is for
+                             problem=nanochat_checkout. Put it into base_checkpoints/d12 of nanochat's data folder.
+      --format hf            DIR gets model.safetensors, config.json with every size, tokenizer.json and
+                             tokenizer_config.json, for Hugging Face. There is no code in it. It is for language models.
+
+    Examples
       ringmaster export runs/a model.safetensors
+      ringmaster export runs/a ~/.cache/nanochat/base_checkpoints/d12 --format nanochat
+      ringmaster export runs/a my-model --format hf
     """
     import torch
 
+    from ringmaster_dist.runtime.exports import WRITERS
     from ringmaster_dist.runtime.saved_weights import find_weights
-    from ringmaster_dist.server.weights import by_name, write
 
     weights = find_weights(arguments.weights)
     torch.set_num_threads(weights.config.server.compute_threads)  # so that running statistics have the server's bits
-    target = arguments.file or weights.config_file.parent / "weights.safetensors"
+    name = "weights.safetensors" if arguments.format == "safetensors" else arguments.format
+    target = arguments.target or weights.config_file.parent / name
     try:
-        write(target, by_name(weights.problem, weights.layout, weights.iterate), weights.version)
-        shutil.copyfile(weights.config_file, target.with_suffix(".yaml"))
-        if hasattr(weights.problem, "rows"):
-            weights.problem.rows.tokenizer().save(target.with_suffix(".tokenizer.json"))
+        WRITERS[arguments.format](weights, target)
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error})") from error
     print(f"{target}: {weights.layout.size:,} parameters after {weights.version:,} updates, from {weights.path.name}")

@@ -49,7 +49,8 @@ def worker_options(parser: Parser) -> None:
                    "FILE is read at every attempt to connect, for a server that may restart at another address",
                    _server)  # fmt: skip
     parser.setting("token_file=FILE", TOKEN_HELP, str, "")
-    parser.setting("target=NAME", "the problem.target that it may import, if the run has one (problem=python)", str, "")
+    parser.setting("target=NAME", "the code that it may import, if the run needs some: problem.target (problem=python) "
+                   "or the folder of nanochat on this machine (problem=nanochat_checkout)", str, "")  # fmt: skip
     parser.setting("device=NAME[,...]", "where it computes, such as cuda:1 or cpu; workers=N take several in turn. "
                    "Without it, workers take the accelerators in turn, or the CPU if there is none",
                    device_names)  # fmt: skip

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
 from ringmaster_dist import __version__, devices
 from ringmaster_dist.algorithm.auto import AutoThreshold
-from ringmaster_dist.algorithm.layout import ROLES, Layout, Norm
+from ringmaster_dist.algorithm.layout import ROLES, Layout, Norm, Parameter
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.rows import RowsBySpeed
 from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Schedule, agnostic, theory
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.own_code import problem_from
-from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.own_code import alike, problem_from, reported_once, source_of
+from ringmaster_dist.config.schema import CHECKOUT, DEPTH, TEXT_PROBLEMS, Config
 from ringmaster_dist.config.validate import check_row_bounds
+from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.local_steps import LocalSteps
 from ringmaster_dist.problems.module import ModuleProblem
@@ -33,8 +34,10 @@ from ringmaster_dist.server.weights import INITIAL
 from ringmaster_dist.wire import Wire
 
 if TYPE_CHECKING:
+    from ringmaster_dist.problems.nanochat.checkout import Checkout
     from ringmaster_dist.problems.nanochat.model import NanoChatConfig
-    from ringmaster_dist.problems.nanochat.rows import Rows
+    from ringmaster_dist.problems.nanochat.rows import Recipe, Rows
+    from ringmaster_dist.problems.nanochat.sizes import Sizes
     from ringmaster_dist.server.meter import WorkerMeasurements
 
 
@@ -52,7 +55,7 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
         return problem
     assert local.eta is not None, "compose has completed it"
     assert local.beta is not None, "compose has completed it"
-    layout = _layout(config, problem, _norms(config))
+    layout = _layout(config, problem.parameters, _norms(config))
     make_update = partial(_update, config, dtype=problem.dtype)
     return LocalSteps(problem, layout, make_update, local.steps, eta=local.eta, beta=local.beta)
 
@@ -64,30 +67,70 @@ def _single_steps(config: Config, device: str, rows: int | None) -> Problem:
         return Quadratic(problem.dim, problem.noise, problem.clip)
     if problem.name == "python":
         return _from_python(config, device)
+    common: dict[str, Any] = {
+        "batch": rows or problem.batch,
+        "weight": (rows or problem.batch) / problem.batch,
+        "micro_batch": problem.micro_batch,
+        "validation_rows": problem.validation_rows,
+        "final_tokens": problem.final_tokens,
+        "seed": config.run.seed,
+        "device": device,
+        "precision": problem.precision,
+        "compiled": problem.compile,
+        "clip": problem.clip,
+    }
+    if problem.name == CHECKOUT:
+        from ringmaster_dist.problems.nanochat.checkout_problem import CheckoutProblem
+
+        with reported_once(source_of(config), "the checkout cannot be used"), alike(config.run.seed, device):
+            return CheckoutProblem(build_checkout(config), build_sizes(config), build_rows(config), **common)
 
     from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
 
-    return NanoChatProblem(
-        build_model_config(config),
-        build_rows(config),
-        batch=rows or problem.batch,
-        weight=(rows or problem.batch) / problem.batch,
-        micro_batch=problem.micro_batch,
-        validation_rows=problem.validation_rows,
-        final_tokens=problem.final_tokens,
-        seed=config.run.seed,
-        device=device,
-        precision=problem.precision,
-        attention=problem.attention,
-        compiled=problem.compile,
-        clip=problem.clip,
-    )
+    return NanoChatProblem(build_model_config(config), build_rows(config), attention=problem.attention, **common)
+
+
+def build_checkout(config: Config) -> Checkout:
+    """The user's nanochat. It imports nothing yet. Raises Mistake if there is none at problem.path."""
+    from ringmaster_dist.problems.nanochat.checkout import Checkout
+
+    return Checkout(Path(config.problem.path or ""), config.problem.precision)
+
+
+def build_radii(config: Config) -> dict[str, tuple[float, float]]:
+    """The least and the largest radius of each role in the user's checkout. No weights are made."""
+    from ringmaster_dist.problems.nanochat.checkout_problem import movements
+
+    with reported_once(source_of(config), "the checkout cannot be used"):
+        checkout = build_checkout(config)
+        with torch.device("meta"):
+            model = checkout.model(build_sizes(config), checkout.tokenizer.vocab_size, initialize=False)
+        moved = movements(model, checkout.rates(model)).values()
+    by_role = {role: [one.radius for one in moved if one.role == role] for role in ROLES}
+    return {role: (min(radii), max(radii)) for role, radii in by_role.items() if radii}
+
+
+def build_sizes(config: Config) -> Sizes:
+    """The sizes that follow from model.depth."""
+    from ringmaster_dist.problems.nanochat.sizes import Sizes
+
+    model = config.model
+    return Sizes.of_depth(
+        model.depth, aspect_ratio=model.aspect_ratio, head_dim=model.head_dim, sequence_len=model.sequence_len,
+        window_pattern=model.window_pattern,
+    )  # fmt: skip
 
 
 def build_model_config(config: Config) -> NanoChatConfig:
     from ringmaster_dist.problems.nanochat.model import NanoChatConfig
 
     model = config.model
+    if model.name == DEPTH:
+        sizes = build_sizes(config)
+        return NanoChatConfig(
+            n_layer=sizes.n_layer, n_head=sizes.n_head, n_kv_head=sizes.n_head, n_embd=sizes.n_embd,
+            vocab_size=model.vocab_size, sequence_len=sizes.sequence_len, window_pattern=sizes.window_pattern,
+        )  # fmt: skip
     return NanoChatConfig(
         n_layer=model.n_layer, n_head=model.n_head, n_kv_head=model.n_kv_head, n_embd=model.n_embd,
         vocab_size=model.vocab_size, sequence_len=model.sequence_len, window_pattern=model.window_pattern,
@@ -98,18 +141,33 @@ def build_rows(config: Config, progress: Callable[[float, str], None] = lambda f
     """The prepared corpus. It is prepared first if this machine has not done so."""
     from ringmaster_dist.problems.nanochat import corpus, rows
 
-    data, model = config.data, config.model
     try:
-        if data.name == "climbmix":
-            sources = corpus.climbmix(data.url, data.shards, cache_folder(config) / "climbmix", progress)
-        else:
-            sources = corpus.standard_library() if data.name == "stdlib" else corpus.text_files(Path(data.path or ""))
-        return rows.prepare(
-            sources, vocab_size=model.vocab_size, context=model.sequence_len, cache=cache_folder(config),
-            crop=data.name == "climbmix", progress=progress,
-        )  # fmt: skip
+        return rows.prepare(build_recipe(config, progress), progress)
     except corpus.CorpusError as error:
         raise UserError(str(error)) from error
+    except Mistake as error:
+        raise UserError(f"{source_of(config)}: the tokens cannot be made: {error}") from error
+
+
+def build_recipe(config: Config, progress: Callable[[float, str], None] = lambda fraction, text: None) -> Recipe:
+    """What the rows are made from. Missing shards of a public corpus are downloaded."""
+    from ringmaster_dist.problems.nanochat import corpus
+    from ringmaster_dist.problems.nanochat.rows import Recipe
+
+    data, model, cache = config.data, config.model, cache_folder(config)
+    if config.problem.name == CHECKOUT:
+        with reported_once(source_of(config), "the checkout cannot be used"):
+            checkout = build_checkout(config)
+            shards, tokenizer = checkout.shards(config.problem.shards), checkout.tokenizer
+        return Recipe(shards, model.sequence_len, cache, crop=True, tokenizer=tokenizer)
+    try:
+        if data.name == "climbmix":
+            sources = corpus.climbmix(data.url, data.shards, cache / "climbmix", progress)
+        else:
+            sources = corpus.standard_library() if data.name == "stdlib" else corpus.text_files(Path(data.path or ""))
+    except corpus.CorpusError as error:
+        raise UserError(str(error)) from error
+    return Recipe(sources, model.sequence_len, cache, vocab_size=model.vocab_size, crop=data.name == "climbmix")
 
 
 def cache_folder(config: Config) -> Path:
@@ -146,7 +204,7 @@ def explain_difference(mine: str, servers: str) -> str:
         return "this machine builds other parameters from the same configuration: does it have the same model code?"
     return (
         "this machine has other data than the server, or other frozen weights or buffers: copy the server's text, the "
-        "data's cache folder, or the weights that the factory loads"
+        "data's cache folder, the weights that the factory loads, or nanochat's tokenizer and nanochat/gpt.py"
     )
 
 
@@ -215,8 +273,11 @@ def build_layout(config: Config, problem: Problem) -> Layout:
 
     With local steps the server has no oracles, because the steps of the workers have them.
     """
-    norms = _norms(config) if config.local.steps == 1 else {role: Norm("none") for role in ROLES}
-    layout = _layout(config, problem, norms)
+    parameters, norms = problem.parameters, _norms(config)
+    if config.local.steps != 1:
+        parameters = [parameter._replace(radius=1.0) for parameter in parameters]
+        norms = {role: Norm("none") for role in ROLES}
+    layout = _layout(config, parameters, norms)
     problem.bind(layout)
     return layout
 
@@ -231,9 +292,9 @@ def _norms(config: Config) -> dict[str, Norm]:
     return norms
 
 
-def _layout(config: Config, problem: Problem, norms: Mapping[str, Norm]) -> Layout:
+def _layout(config: Config, parameters: Sequence[Parameter], norms: Mapping[str, Norm]) -> Layout:
     try:
-        return Layout(problem.parameters, norms)
+        return Layout(parameters, norms)
     except ValueError as error:
         raise UserError(f"problem={config.problem.name}: {error}") from error
 
@@ -280,7 +341,7 @@ def _given(path: Path, layout: Layout, problem: Problem) -> torch.Tensor:
 
 def accepted_tokens(config: Config) -> Callable[[WorkerMeasurements], int]:
     """The tokens of a worker's accepted gradients; 0 if the problem has no tokens."""
-    length = config.model.sequence_len * config.local.steps if config.problem.name == "nanochat" else 0
+    length = config.model.sequence_len * config.local.steps if config.problem.name in TEXT_PROBLEMS else 0
     if config.cluster.batch == "auto":
         return lambda worker: worker.accepted_rows * worker.ranks * length
     return lambda worker: worker.accepted * rows_of(config, worker.slot) * worker.ranks * length

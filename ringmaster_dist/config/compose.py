@@ -22,8 +22,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from ringmaster_dist.config import recipe
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.schema import AUTO, BETA, KEYS, SERVER_BETA, SERVER_ETA, Config, suggested_eta
+from ringmaster_dist.config.schema import (
+    AUTO,
+    BETA,
+    CHECKOUT,
+    DEPTH,
+    KEYS,
+    SERVER_BETA,
+    SERVER_ETA,
+    TEXT_PROBLEMS,
+    Config,
+    suggested_eta,
+)
 from ringmaster_dist.config.validate import refusal, validate
 
 # A resumed run may change these sections,
@@ -31,6 +43,7 @@ _MAY_CHANGE = ("budget", "cluster", "server", "worker", "checkpoint", "logger")
 # except these, on which the bits depend
 _MAY_NOT = ("cluster.batch", "cluster.batch_min", "cluster.batch_max", "cluster.threads", "server.compute_threads")
 _RENAMED = {"decay_updates": "decay", "warmup_updates": "warmup"}  # they were numbers of updates and are fractions now
+_OF_A_CHECKOUT = {"model": DEPTH, "geometry": "nanochat"}  # the choices that suit problem=nanochat_checkout
 _OF_THE_CALL = ("run.dir", "run.overwrite")  # these do not change what is computed
 
 
@@ -57,6 +70,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
         _refuse_renamed(override)
     # A problem of the user's own may take any argument, so Hydra has to add the key.
     overrides = [f"++{word}" if word.startswith("problem.args.") else word for word in overrides]
+    overrides = [*_companions(overrides), *map(_with_home, overrides)]
     try:
         composed = _compose(overrides, name)
     except (HydraException, OmegaConfBaseException) as error:
@@ -64,7 +78,33 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     unknown = _unknown_key(overrides, composed, name)
     if unknown:
         raise UserError(unknown)
+    if composed.problem.get("path"):  # the run's processes, and a replay, may have another working directory
+        composed.problem.path = str(Path(composed.problem.path).resolve())
+    for choice in recipe_of(composed, overrides):
+        OmegaConf.update(composed, choice.key, choice.value)
     return _completed(composed)
+
+
+def recipe_of(composed: DictConfig, overrides: Sequence[str]) -> list[recipe.Choice]:
+    """What the recipe of a depth chooses, if the overrides ask for it."""
+    fits = composed.model.name == DEPTH and composed.problem.name in TEXT_PROBLEMS
+    if f"experiment={recipe.NAME}" not in overrides or not fits:
+        return []
+    return recipe.from_depth(composed, {override.lstrip("+").partition("=")[0] for override in overrides})
+
+
+def _with_home(override: str) -> str:
+    """A shell does not expand ~ after problem.path=, and Hydra does not accept it."""
+    key, equals, value = override.partition("=")
+    return f"{key}{equals}{Path.home()}{value[1:]}" if value.startswith("~/") else override
+
+
+def _companions(overrides: Sequence[str]) -> list[str]:
+    """The choices that a checkout needs in other groups, unless the overrides make them."""
+    if f"problem={CHECKOUT}" not in overrides:
+        return []
+    given = {override.partition("=")[0] for override in overrides}
+    return [f"{group}={choice}" for group, choice in _OF_A_CHECKOUT.items() if group not in given]
 
 
 def load(overrides: Sequence[str]) -> Config:

@@ -16,6 +16,7 @@ import torch
 
 import ringmaster_dist
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.schema import CHECKOUT, Config
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.seeding import seeded
@@ -25,16 +26,25 @@ _NEEDED = ("parameters", "dtype", "objective", "quick_to_evaluate", "bind", "ini
 
 
 @contextmanager
-def reported_once(target: str, what: str) -> Iterator[None]:
-    """Turns any exception of the block into one `UserError`: a line that says ``what``, then the user's own frames."""
+def reported_once(source: str, what: str) -> Iterator[None]:
+    """Turns any exception of the block into one `UserError`: a line that says ``what``, then the user's own frames.
+
+    ``source`` is the key that names the user's code, as `source_of` gives it.
+    """
     try:
         yield
     except UserError:
         raise
     except Mistake as error:
-        raise UserError(f"problem.target={target}: {what}: {error}") from error
+        raise UserError(f"{source}: {what}: {error}") from error
     except Exception as error:
-        raise UserError(f"problem.target={target}: {what}\n{own_frames(error)}") from error
+        raise UserError(f"{source}: {what}\n{own_frames(error)}") from error
+
+
+def source_of(config: Config) -> str:
+    """The key that names the user's code, with its value."""
+    problem = config.problem
+    return f"problem.path={problem.path}" if problem.name == CHECKOUT else f"problem.target={problem.target}"
 
 
 def own_frames(error: BaseException) -> str:
@@ -75,7 +85,7 @@ def problem_from(target: str, arguments: dict[str, Any], seed: int, device: str)
         raise UserError(f"problem.target={target} does not take these problem.args: {error}") from error
     except ValueError:
         pass  # a callable that is written in C has no signature
-    with reported_once(target, "the factory failed"), _alike(seed, device):
+    with reported_once(f"problem.target={target}", "the factory failed"), alike(seed, device):
         problem: Problem = factory(**given)
     missing = [name for name in _NEEDED if not hasattr(problem, name)]
     if missing:
@@ -87,7 +97,7 @@ def problem_from(target: str, arguments: dict[str, Any], seed: int, device: str)
 
 
 @contextmanager
-def _alike(seed: int, device: str) -> Iterator[None]:
+def alike(seed: int, device: str) -> Iterator[None]:
     """Seeds the generators and uses one thread, so that the factory gives the same bits in every process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -103,7 +113,7 @@ def _imported(target: str, seed: int, device: str) -> Any:
     if os.getcwd() not in sys.path:  # sys.path has the folder of the script, not the one it is called in
         sys.path.append(os.getcwd())
     try:
-        with _alike(seed, device):
+        with alike(seed, device):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UserError(f"problem.target={target} cannot be imported here: {error}") from error

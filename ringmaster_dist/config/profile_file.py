@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringmaster_dist.config.errors import UserError, warn
-from ringmaster_dist.config.schema import ClusterConfig, Config
+from ringmaster_dist.config.schema import CHECKOUT, TEXT_PROBLEMS, ClusterConfig, Config
 from ringmaster_dist.profiles import base_seconds
 
 # The time of a gradient depends on these keys of a problem. Those of the model count for nanochat too.
 _TIMED = {
     "quadratic": ("dim",),
     "nanochat": ("batch", "micro_batch", "precision", "attention", "compile"),
+    CHECKOUT: ("batch", "micro_batch", "precision", "compile"),
     "python": ("target", "args"),
 }
 _SHOWN_DIFFERENCES = 3
@@ -85,7 +86,7 @@ def timed_settings(config: Config) -> dict[str, Any]:
     problem = config.problem
     settings = {"problem.name": problem.name}
     settings |= {f"problem.{key}": getattr(problem, key) for key in _TIMED[problem.name]}
-    if problem.name == "nanochat":
+    if problem.name in TEXT_PROBLEMS:
         settings |= {f"model.{key}": value for key, value in asdict(config.model).items()}
     return settings
 

@@ -18,7 +18,12 @@ from ringmaster_dist.config.keys import all_keys, key, section
 from ringmaster_dist.profiles import PROFILES
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")  # of floating point
-_NANOCHAT, _WANDB = ("nanochat",), ("wandb", "wandb_offline")
+CHECKOUT = "nanochat_checkout"
+TEXT_PROBLEMS = ("nanochat", CHECKOUT)  # they train on rows of tokens
+OWN_CODE = ("python", CHECKOUT)  # they import code of the user's, which a worker has to allow
+DEPTH = "nanochat_depth"  # the model whose sizes follow from a depth
+_WANDB = ("wandb", "wandb_offline")
+_MODELS = ("nanochat_tiny", "nanochat_d6", "nanochat_d12")  # they name every size
 _CONSTANT_MOMENTUM = tuple(name for name in METHODS if name != "ringmaster_agnostic")
 _OLD_RUNS = ("version 0.2",)  # no choice has this name: such keys are only read, from the directories of old runs
 
@@ -96,41 +101,52 @@ class EvalConfig:
 
 @dataclass
 class ProblemConfig:
-    name: str = _name("quadratic", "problem", ("quadratic", "nanochat", "python"))
+    name: str = _name("quadratic", "problem", ("quadratic", "nanochat", CHECKOUT, "python"))
     dim: int = key(1729, "The quadratic has this many coordinates.", least=1, only=("quadratic",))
     noise: float = key(0.01, "The gradient noise has this standard deviation.", least=0, only=("quadratic",))
-    batch: int = key(4, "A gradient takes this many rows of text.", least=1, only=_NANOCHAT)
-    micro_batch: int | None = key(None, "This many rows are computed at once; null takes all.", least=1, only=_NANOCHAT)
+    batch: int = key(4, "A gradient takes this many rows of text.", least=1, only=TEXT_PROBLEMS)
+    micro_batch: int | None = key(
+        None, "This many rows are computed at once; null takes all.", least=1, only=TEXT_PROBLEMS)
     validation_rows: int = key(
-        32, "An evaluation looks at this many rows, spread over the validation part.", least=1, only=_NANOCHAT)
+        32, "An evaluation looks at this many rows, spread over the validation part.", least=1, only=TEXT_PROBLEMS)
     final_tokens: int | None = key(
         131072, "The final evaluation looks at this many tokens, spread over the validation part; null takes all.",
-        least=1, only=_NANOCHAT)
+        least=1, only=TEXT_PROBLEMS)
     target: str | None = key(
         None, "This is the factory, as package.module:factory. It is called with seed=, device= and args.",
         only=("python",))
     args: dict[str, Any] = key(
         {}, "The factory gets these arguments by name, such as problem.args.width=64.", only=("python",))
+    path: str | None = key(
+        None, "This is the folder of your nanochat checkout. A worker elsewhere gives its own with target=.",
+        only=(CHECKOUT,))
+    shards: int | None = key(
+        None, "This many of the checkout's shards are used for training; null takes all. The last one validates.",
+        least=1, only=(CHECKOUT,))
     clip: float | None = key(
         None, "A gradient with a larger Euclidean norm is scaled down to this norm; null scales none.", above=0)
     precision: str = key(
         "auto", "The model computes in this type. auto means bf16 or fp16 with loss scaling on CUDA, fp32 elsewhere.",
-        one_of=("auto", "float32", "bfloat16", "float16"), only=_NANOCHAT)
+        one_of=("auto", "float32", "bfloat16", "float16"), only=TEXT_PROBLEMS)
     attention: str = key(
         "auto", "Windowed layers use this attention. auto means flex attention on CUDA and SDPA elsewhere.",
-        one_of=("auto", "sdpa"), only=_NANOCHAT)
-    compile: bool = key(False, "true compiles the model with torch.compile.", only=_NANOCHAT)
+        one_of=("auto", "sdpa"), only=("nanochat",))
+    compile: bool = key(False, "true compiles the model with torch.compile.", only=TEXT_PROBLEMS)
 
 
 @dataclass
 class ModelConfig:
     name: str = _name("nanochat_tiny", "model")
-    n_layer: int = key(4, "The model has this many blocks.", least=1)
-    n_head: int = key(2, "A block has this many query heads.", least=1)
-    n_kv_head: int = key(2, "A block has this many key-value heads.", least=1)
-    n_embd: int = key(64, "The model is this wide.", least=32)
+    depth: int = key(12, "The model has this many blocks, and its width follows.", least=1, only=(DEPTH,))
+    aspect_ratio: int = key(64, "The width is depth times this, rounded up to whole heads.", least=1, only=(DEPTH,))
+    head_dim: int = key(128, "A head has this many channels.", least=2, only=(DEPTH,))
+    n_layer: int = key(4, "The model has this many blocks.", least=1, only=_MODELS)
+    n_head: int = key(2, "A block has this many query heads.", least=1, only=_MODELS)
+    n_kv_head: int = key(2, "A block has this many key-value heads.", least=1, only=_MODELS)
+    n_embd: int = key(64, "The model is this wide.", least=32, only=_MODELS)
     vocab_size: int = key(
-        1024, "The tokenizer has this many entries; 260 are the bytes and the special tokens.", least=260, most=65536)
+        1024, "The tokenizer has this many entries; 260 are the bytes and the special tokens. A checkout has its own.",
+        least=260, most=65536)
     sequence_len: int = key(128, "The context is this many tokens long.", least=1)
     window_pattern: str = key(
         "SSSL", "S blocks see half the context, L blocks all of it. The pattern is tiled; the last block is always L.")
@@ -327,7 +343,8 @@ class Config:
     run: RunConfig = section(RunConfig)
     eval: EvalConfig = section(EvalConfig)
     init: str | None = key(
-        None, "The run begins from these weights: a run's directory, a checkpoint or a safetensors file; see --help.")
+        None, "The run begins from these weights: a run's directory, a checkpoint, a safetensors file or a nanochat "
+        "checkpoint; see --help.")
     problem: ProblemConfig = section(ProblemConfig)
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)
@@ -366,6 +383,11 @@ _STEPS = {
     ),
     "nanochat": _Steps(
         {"muon": 1.0, "scion": 0.01, "euclidean": 0.1, "sign": 0.003}, {"ringmaster_agnostic": 25.0, AUTO: 2.0}
+    ),
+    # The step size is the learning rate of nanochat's matrices, and the radii follow from the others.
+    CHECKOUT: _Steps(
+        {"nanochat": 0.01, "muon": 0.01, "scion": 0.01, "euclidean": 0.1, "sign": 0.003},
+        {"ringmaster_agnostic": 25.0, AUTO: 2.0},
     ),
     "python": _Steps(
         {"muon": 0.01, "scion": 0.01, "euclidean": 0.01, "sign": 0.001},

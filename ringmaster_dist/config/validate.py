@@ -11,7 +11,7 @@ from typing import Any
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.keys import Key, own_keys
 from ringmaster_dist.config.profile_file import cluster_seconds, measured_times
-from ringmaster_dist.config.schema import ClusterConfig, Config
+from ringmaster_dist.config.schema import CHECKOUT, DEPTH, TEXT_PROBLEMS, ClusterConfig, Config
 from ringmaster_dist.profiles import PROFILES
 
 _MOST_GRADIENTS_PER_WORKER = 1000  # a batch that needs more than this from each worker is a slip
@@ -62,17 +62,25 @@ def _check_problem(config: Config) -> None:
     problem, model, data = config.problem, config.model, config.data
     if problem.name == "python" and ":" not in (problem.target or ""):
         raise UserError(f"problem.target={problem.target}: write package.module:factory")
-    if problem.name != "nanochat":
+    if problem.name not in TEXT_PROBLEMS:
         return
     if problem.micro_batch is not None and problem.batch % problem.micro_batch:
         raise UserError(f"problem.micro_batch={problem.micro_batch}: must divide problem.batch={problem.batch}")
-    if model.n_embd % (2 * model.n_head):
+    if problem.name == CHECKOUT:
+        if not problem.path:
+            raise UserError("problem=nanochat_checkout needs problem.path, the folder of your nanochat checkout")
+        if model.name != DEPTH:
+            raise UserError(f"model={model.name}: the sizes of a checkout follow from a depth: use model={DEPTH}")
+    elif model.name == DEPTH:
+        if model.head_dim % 2:
+            raise UserError(f"model.head_dim={model.head_dim}: must be even")
+    elif model.n_embd % (2 * model.n_head):
         raise UserError(f"model.n_embd={model.n_embd}: must be a multiple of twice model.n_head={model.n_head}")
-    if model.n_head % model.n_kv_head:
+    elif model.n_head % model.n_kv_head:
         raise UserError(f"model.n_head={model.n_head}: must be a multiple of model.n_kv_head={model.n_kv_head}")
     if not model.window_pattern or set(model.window_pattern) - set("SL"):
         raise UserError(f"model.window_pattern={model.window_pattern}: must be made of S and L")
-    if data.name == "text" and not data.path:
+    if problem.name == "nanochat" and data.name == "text" and not data.path:
         raise UserError("data=text needs data.path, a file or folder of .txt, .md, .py, .jsonl or .parquet")
 
 
@@ -108,12 +116,12 @@ def _check_rows(config: Config, real_time: bool) -> None:
     if rows == "auto":
         if problem.name == "quadratic":
             raise UserError("cluster.batch=auto: the quadratic has no rows: use problem=nanochat or a model of yours")
-        if problem.name == "nanochat":
+        if problem.name in TEXT_PROBLEMS:
             check_row_bounds(config.cluster, problem.batch)
         return
     if not isinstance(rows, list) or not all(type(count) is int for count in rows):
         raise UserError(f"cluster.batch={rows}: must be auto, or a list of whole numbers such as [8, 4], or null")
-    if problem.name != "nanochat" or not rows:
+    if problem.name not in TEXT_PROBLEMS or not rows:
         raise UserError(f"cluster.batch={rows}: rows of text per gradient, at least 1 each (nanochat only)")
     if problem.micro_batch is not None:
         raise UserError("cluster.batch and problem.micro_batch do not go together: each worker has its own rows")

@@ -133,7 +133,7 @@ def _evaluation(recording: Recording) -> dict[str, float]:
 def _validation(recording: Recording) -> str:
     """What the evaluations during the run look at, in words; empty where that is not known."""
     problem = recording.config["problem"]
-    return f"{problem.get('validation_rows', 0)} validation rows" if problem["name"] == "nanochat" else ""
+    return f"{problem['validation_rows']} validation rows" if "validation_rows" in problem else ""
 
 
 def _workers(recording: Recording) -> list[dict[str, Any]]:

@@ -314,7 +314,7 @@ class Recording:
 
     def tokens_of_arrivals(self) -> np.ndarray:
         """The tokens of each gradient that arrived, of shape (arrivals,); zeros where the problem has no tokens."""
-        if self.config["problem"].get("name") != "nanochat":
+        if "batch" not in self.config["problem"]:  # it is not about text
             return np.zeros(len(self.trace), dtype=np.int64)
         length, dealt = self.config["model"]["sequence_len"], self.config["cluster"].get("batch")
         workers = range(int(self.trace["worker"].max()) + 1) if len(self.trace) else range(0)

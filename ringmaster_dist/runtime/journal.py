@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ringmaster_dist.algorithm.methods import Change
 from ringmaster_dist.algorithm.rows import RowsChange
-from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.schema import TEXT_PROBLEMS, Config
 from ringmaster_dist.observe.loggers import Logger
 from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.records import Member, MetricsRow, Summary
@@ -91,7 +91,7 @@ def close_logger(
         return
     try:
         logger.file(directory.path / FINAL, "model")
-        if config.logger.text and config.problem.name == "nanochat":
+        if config.logger.text and config.problem.name in TEXT_PROBLEMS:
             logger.text(_sample(problem, core))
     except Exception as error:
         log.warning("the logger did not get everything: %s", error)
@@ -99,12 +99,11 @@ def close_logger(
 
 
 def _sample(problem: Problem, core: ServerCore) -> str:
-    from ringmaster_dist.problems.nanochat.generate import generate
-    from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
-    from ringmaster_dist.problems.nanochat.tokenizer import BOS
+    from ringmaster_dist.problems.nanochat.generate import generate, reader_of
+    from ringmaster_dist.problems.nanochat.problem import TextProblem
 
     problem = unwrapped(problem)
-    assert isinstance(problem, NanoChatProblem)
-    tokenizer = problem.rows.tokenizer()
+    assert isinstance(problem, TextProblem)
+    tokenizer = problem.tokenizer()
     problem.load(core.snapshot.iterate.cpu())
-    return tokenizer.decode(list(generate(problem.model, [BOS], _SAMPLE_TOKENS)))
+    return tokenizer.decode(list(generate(reader_of(problem), [tokenizer.bos], _SAMPLE_TOKENS)))

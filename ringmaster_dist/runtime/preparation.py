@@ -16,7 +16,7 @@ from ringmaster_dist.config.compose import begun_from, compose, continued, same_
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import measured_times, warn_about_times
-from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.schema import TEXT_PROBLEMS, Config
 from ringmaster_dist.config.secret import servers_token
 from ringmaster_dist.observe.console import ProgressLine
 from ringmaster_dist.observe.records import Summary
@@ -122,7 +122,7 @@ def _try(config: Config) -> None:
 
     It does so on each type of device that the workers here will have.
     """
-    if config.problem.name == "nanochat":
+    if config.problem.name in TEXT_PROBLEMS:
         prepare_data(config)
     for device in devices.one_of_each_type(local_devices(config)):
         rehearse(config, device)

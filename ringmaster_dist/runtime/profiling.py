@@ -16,7 +16,7 @@ from ringmaster_dist.algorithm.layout import Layout
 from ringmaster_dist.config.build import build_layout, build_problem
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import timed_settings
-from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.schema import TEXT_PROBLEMS, Config
 
 _WARM_UPS = 3
 
@@ -46,7 +46,7 @@ def profile(
     assert layout is not None, "there is always the CPU"
     return {
         "problem": config.problem.name,
-        "model": {"nanochat": config.model.name, "python": config.problem.target}.get(config.problem.name, ""),
+        "model": config.model.name if config.problem.name in TEXT_PROBLEMS else config.problem.target or "",
         "settings": timed_settings(config),
         "parameters": layout.size,
         "matrices": _orthogonalized(layout),
@@ -72,8 +72,8 @@ def _measure(
 
 
 def _entry(config: Config, device: str, seconds: Sequence[float]) -> dict[str, Any]:
-    is_nanochat, mean = config.problem.name == "nanochat", statistics.mean(seconds)
-    rows = config.problem.batch if is_nanochat else None
+    has_rows, mean = config.problem.name in TEXT_PROBLEMS, statistics.mean(seconds)
+    rows = config.problem.batch if has_rows else None
     threads = f", {config.cluster.threads} thread(s)" if devices.is_cpu(device) else ""
     return {
         "device": device,

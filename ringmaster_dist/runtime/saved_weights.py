@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import NamedTuple
 
 import torch
@@ -98,8 +99,13 @@ def write_initial(directory: Path, chosen: Tensors | None) -> None:
 
 
 def _tensors_by_name(path: Path) -> Tensors:
-    """A checkpoint is one flat tensor, whose order is that of its own run's problem. So that problem is built."""
+    """A checkpoint is one flat tensor, whose order is that of its own run's problem. So that problem is built.
+
+    A checkpoint of nanochat has its tensors by name.
+    """
     try:
+        if (saved := _of_nanochat(path)) is not None:
+            return _read_nanochat(saved)
         if path.is_file() and not is_checkpoint(path):
             return weights.read(path)[0]
     except (SafetensorError, OSError) as error:
@@ -109,6 +115,25 @@ def _tensors_by_name(path: Path) -> Tensors:
     except UserError as error:
         raise UserError(f"init: {error}") from error
     return weights.by_name(found.problem, found.layout, found.iterate)
+
+
+def _of_nanochat(path: Path) -> Path | None:
+    """The file of a nanochat checkpoint: the path itself, or the last model_NNNNNN.pt in the folder; else None."""
+    if path.is_file():
+        return path if path.suffix == ".pt" else None
+    return max(path.glob("model_[0-9]*.pt"), default=None)
+
+
+def _read_nanochat(path: Path) -> Tensors:
+    """Nothing but tensors is unpickled. A compiled model has saved its names with a prefix."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        (reason, *_) = str(error).splitlines() or [type(error).__name__]
+        raise UserError(f"init={path} is not a checkpoint of nanochat: {reason}") from error
+    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise UserError(f"init={path} is not a checkpoint of nanochat: it has to hold tensors by name")
+    return {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
 
 
 def _refuse_other_frozen(problem: Problem, iterate: torch.Tensor, tensors: Tensors) -> None:

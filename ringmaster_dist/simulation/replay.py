@@ -24,7 +24,7 @@ from ringmaster_dist.algorithm.rows import RowsChange
 from ringmaster_dist.config.build import build_core, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.schema import OWN_CODE, Config
 from ringmaster_dist.observe.records import Member, Term
 from ringmaster_dist.observe.run_files import CONFIG, FINAL, MEMBERS, ROWS, TERMS, TRACE, RunFiles
 from ringmaster_dist.problems import Problem
@@ -244,11 +244,13 @@ def _gradient_twice(config: Config, wire: Codec, computed: _Computed) -> str:
 
 
 def _factory_twice(config: Config, problem: Problem) -> str:
-    if config.problem.name != "python":
+    if config.problem.name not in OWN_CODE:
         return ""
     other = build_problem(config)
     build_layout(config, other)
     same_start = torch.equal(problem.initial(config.run.seed), other.initial(config.run.seed))
     if same_start and getattr(problem, "data_fingerprint", "") == getattr(other, "data_fingerprint", ""):
         return ""
-    return f"; the factory {config.problem.target} gives other weights each time it is called"
+    problem = config.problem
+    code = f"the factory {problem.target}" if problem.name == "python" else f"the checkout {problem.path}"
+    return f"; {code} gives other weights each time it is called"

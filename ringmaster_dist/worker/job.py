@@ -12,6 +12,7 @@ from ringmaster_dist.config.build import build_fingerprint, build_layout, build_
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
+from ringmaster_dist.config.schema import CHECKOUT
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.wire import Codec
@@ -40,11 +41,18 @@ class Job:
 
 
 def make_job(config_text: str, slot: int, target: str = "", device: str = "") -> Job:
-    """``target`` is the only problem.target that this worker may import. ``device`` is where it computes, "" for any.
+    """``target`` is the only problem.target, or checkout, that this worker may import. ``device`` is where it computes.
 
     Raises UserError for another target, and for a device that this machine does not have.
     """
     config = from_yaml(config_text)
+    if config.problem.name == CHECKOUT:
+        if not target:
+            raise UserError(
+                "the run trains a nanochat checkout, and none was allowed: a worker imports only what its user allows: "
+                "add target=PATH, the folder of the same nanochat on this machine"
+            )
+        config.problem.path = target
     if config.problem.name == "python" and config.problem.target != target:
         wanted = config.problem.target
         given = f"target={target} was given" if target else "none was allowed"

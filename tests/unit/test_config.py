@@ -21,11 +21,14 @@ from ringmaster_dist.problems.quadratic import Quadratic
 
 
 @pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in groups().items() for option in options])
-def test_every_choice_composes_and_builds(choice):
-    needed = {"problem=python": ["problem.target=tests.unit.test_config:own", "problem.args.dim=7"]}
+def test_every_choice_composes_and_builds(choice, nanochat):
+    of_depth = [f"problem.path={nanochat}", "model.depth=2", "model.sequence_len=64"]
+    needed = {"problem=python": ["problem.target=tests.unit.test_config:own", "problem.args.dim=7"],
+              "problem=nanochat_checkout": of_depth,
+              "experiment=nanochat_depth": [*of_depth, "cluster.profile=linear"]}  # fmt: skip
     config = load([choice, *needed.get(choice, [])])
     core = build_core(config, build_problem(config))
-    sizes = {"nanochat": 458_888, "python": 7, "quadratic": 1729}
+    sizes = {"nanochat": 458_888, "nanochat_checkout": 516_138, "python": 7, "quadratic": 1729}
     assert core.update.layout.size == sizes[config.problem.name]
 
 
@@ -112,6 +115,9 @@ def test_printed_configuration_loads_back():
         (["problem=nanochat", "model.vocab_size=100"], ["model.vocab_size=100", "260"]),
         (["problem=nanochat", "model.window_pattern=XL"], ["model.window_pattern=XL"]),
         (["problem=nanochat", "data=text"], ["data.path"]),
+        (["problem=nanochat_checkout"], ["problem.path", "folder"]),
+        (["problem=nanochat_checkout", "problem.path=a", "model=nanochat_d6"], ["model=nanochat_d6", "nanochat_depth"]),
+        (["problem=nanochat_checkout", "problem.path=a", "data.path=b"], ["data.path"]),
         (["problem=nanochat", "problem.micro_batch=3"], ["problem.micro_batch=3", "problem.batch=4"]),
         (["cluster.batch=[2]"], ["cluster.batch=[2]", "nanochat"]),
         (["cluster.batch=auto"], ["cluster.batch=auto", "problem=nanochat"]),

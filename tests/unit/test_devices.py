@@ -21,7 +21,7 @@ from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.problems.nanochat import NanoChatConfig
 from ringmaster_dist.problems.nanochat import corpus as corpora
 from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
-from ringmaster_dist.problems.nanochat.rows import prepare
+from ringmaster_dist.problems.nanochat.rows import Recipe, prepare
 from ringmaster_dist.problems.seeding import seeded
 from ringmaster_dist.wire import Codec, Wire
 from ringmaster_dist.worker.job import device_of
@@ -77,7 +77,7 @@ def small(device, **more):
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text("\n".join(f"the {i} of {i * i % 97} is {i % 7}" for i in range(2000)))
-    return prepare(corpora.text_files(folder), vocab_size=300, context=32, cache=folder / "cache")
+    return prepare(Recipe(corpora.text_files(folder), 32, folder / "cache", vocab_size=300))
 
 
 def nanochat(device, rows, **more):

@@ -3,6 +3,10 @@ generation."""
 
 import json
 import math
+import os
+import tracemalloc
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -13,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout
+from ringmaster_dist.cli.main import main
 from ringmaster_dist.problems import Interrupted
 from ringmaster_dist.problems.module import role_by_shape
 from ringmaster_dist.problems.nanochat import NanoChat, NanoChatConfig
 from ringmaster_dist.problems.nanochat import corpus as corpora
-from ringmaster_dist.problems.nanochat.generate import Decoder, generate
+from ringmaster_dist.problems.nanochat.generate import Decoder, generate, reader_of_model
 from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
-from ringmaster_dist.problems.nanochat.rows import pack, prepare
+from ringmaster_dist.problems.nanochat.rows import Recipe, pack, prepare
 from ringmaster_dist.problems.nanochat.tokenizer import BOS, SPECIALS, BytePairs
 from ringmaster_dist.problems.ranks import gradient_in_turn
 
@@ -176,13 +181,22 @@ def test_the_kv_cache_changes_no_logits(prompt):
     """This holds also if the window is shorter than the cache."""
     model = disturbed(SMALL).float()
     tokens = torch.randint(0, 300, (prompt,), generator=torch.Generator().manual_seed(2)).tolist()
-    quick = list(generate(model, tokens, 20, temperature=0.0))
-    slow = list(generate(model, tokens, 20, temperature=0.0, cached=False))
+    quick, slow = (
+        list(generate(reader_of_model(model, cached=cached), tokens, 40, temperature=0.0)) for cached in (True, False)
+    )
     assert quick == slow
-    assert len(quick) == 16 - prompt  # the context is full then
-    varied = [list(generate(model, tokens, 3, temperature=1.0, top_k=9, seed=seed)) for seed in range(8)]
-    assert len({tuple(v) for v in varied}) > 1
-    assert varied[0] == list(generate(model, tokens, 3, temperature=1.0, top_k=9, seed=0))
+    assert len(quick) == 40  # the context of 16 has slid over them
+    again = tokens + quick  # at the end the newer half was read again, each time that the context was full
+    seen = (len(again) - 1) - 17
+    with torch.inference_mode():
+        expected = model(torch.tensor([again[:-1][-(8 + seen % 9) :]]))[0, -1]
+    assert again[-1] == int(expected.argmax())
+
+    def drawn(seed):
+        return list(generate(reader_of_model(model), tokens, 3, temperature=1.0, top_k=9, seed=seed))
+
+    assert len({tuple(drawn(seed)) for seed in range(8)}) > 1
+    assert drawn(0) == drawn(0)
 
 
 TEXTS = [f"def function_{i}(value):\n    return value + {i} * {i * 7919 % 1000}\n" for i in range(400)]
@@ -244,15 +258,15 @@ def test_rows_are_prepared_once_and_equal_everywhere(tmp_path):
     folder.mkdir()
     sources = corpora.text_files(write_corpus(folder))
     assert 0 < sum(s.validation for s in sources) < len(sources) / 2
-    rows = prepare(sources, vocab_size=300, context=16, cache=tmp_path / "one")
+    rows = prepare(Recipe(sources, 16, tmp_path / "one", vocab_size=300))
     stamp = (rows.folder / "train.bin").stat().st_mtime_ns
-    again = prepare(sources, vocab_size=300, context=16, cache=tmp_path / "one")
+    again = prepare(Recipe(sources, 16, tmp_path / "one", vocab_size=300))
     assert (again.folder / "train.bin").stat().st_mtime_ns == stamp
-    elsewhere = prepare(sources, vocab_size=300, context=16, cache=tmp_path / "two")
+    elsewhere = prepare(Recipe(sources, 16, tmp_path / "two", vocab_size=300))
     assert elsewhere.fingerprint == rows.fingerprint
     assert (elsewhere.train == rows.train).all()
     (folder / "0.txt").write_text("something else entirely, and long enough to matter\n" * 40)
-    changed = prepare(corpora.text_files(folder), vocab_size=300, context=16, cache=tmp_path / "one")
+    changed = prepare(Recipe(corpora.text_files(folder), 16, tmp_path / "one", vocab_size=300))
     assert changed.fingerprint != rows.fingerprint
     sample = rows.sample(3, 5, 7, 4)
     assert sample.shape == (4, 17)
@@ -261,6 +275,61 @@ def test_rows_are_prepared_once_and_equal_everywhere(tmp_path):
     draws.append(rows.sample(3, 0, 7, 4, 4).tobytes())
     assert len(set(draws)) == 26
     assert set(rows.sample(0, 0, 0, 4000)[:, 0].tolist()) <= set(range(300))
+
+
+def test_a_start_trusts_size_and_date_and_a_verification_does_not(tmp_path, capsys):
+    (folder := tmp_path / "corpus").mkdir()
+    write_corpus(folder)
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))
+    words = ["data=text", f"data.path={folder}", f"data.cache={tmp_path}/cache", "model.vocab_size=300",
+             "model.sequence_len=16"]  # fmt: skip
+    assert main(["data", "verify", *words]) == 1
+    assert "no rows are prepared" in capsys.readouterr().out
+    assert main(["data", "prepare", *words]) == main(["data", "verify", *words]) == 0
+    first = capsys.readouterr().out.partition(":")[0]
+    path = sorted(folder.iterdir())[0]
+    path.write_text(path.read_text().replace("value", "eulav"))
+    os.utime(path, (1e9, 1e9))
+    assert main(["data", "prepare", *words]) == 0
+    assert capsys.readouterr().out.partition(":")[0] == first  # nobody has read the file
+    assert main(["data", "verify", *words]) == 1
+    assert f"{path} has changed" in capsys.readouterr().out
+    assert main(["data", "prepare", *words]) == 0
+    second = capsys.readouterr().out.partition(":")[0]
+    assert second != first  # the verification has entered the new checksum
+    os.utime(path)
+    path.write_text(path.read_text().replace("eulav", "value"))
+    assert main(["data", "prepare", *words]) == 0
+    assert capsys.readouterr().out.partition(":")[0] == first  # the date has told
+    with (Path(first) / "train.bin").open("r+b") as rows:
+        rows.seek(40)
+        rows.write(b"\0\1")
+    assert main(["data", "verify", *words]) == 1
+    assert "are damaged" in capsys.readouterr().out
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(["a", "é", "東", "\n", "\r", "\r\n", "\x0b", "\u2028", "\x85", " "]), max_size=40))
+def test_a_file_is_read_in_blocks_as_if_at_once(tmp_path_factory, pieces):
+    text = "".join(pieces)
+    path = tmp_path_factory.mktemp("blocks") / "text.txt"
+    path.write_bytes(text.encode())
+    with mock.patch.object(corpora, "_CHUNK_BYTES", 3):
+        assert list(corpora._lines(path)) == text.splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_large_file_is_streamed(kind, tmp_path):
+    path = tmp_path / f"large.{kind}"
+    line = "".join(TEXTS) if kind == "txt" else json.dumps({"text": TEXTS[0]}) + "\n"
+    path.write_text(line * (8_000_000 // len(line)))
+    tracemalloc.start()
+    count = sum(len(text) for text in corpora.documents(corpora.Source(path, path.name, False)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count > 5_000_000
+    assert peak < path.stat().st_size
 
 
 def test_a_single_file_validates_on_every_twentieth_document(tmp_path):
@@ -273,7 +342,7 @@ def test_a_single_file_validates_on_every_twentieth_document(tmp_path):
         corpora.Source(write("train.jsonl", [text for i, text in enumerate(TEXTS) if i % 20]), "train", False),
         corpora.Source(write("validation.jsonl", TEXTS[::20]), "validation", True),
     ]
-    one, other = (prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache") for sources in (whole, parts))
+    one, other = (prepare(Recipe(sources, 16, tmp_path / "cache", vocab_size=300)) for sources in (whole, parts))
     assert one.folder != other.folder
     assert one.fingerprint == other.fingerprint
 
@@ -288,9 +357,9 @@ def test_an_interrupted_preparation_is_never_used(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache", progress=interrupted)
+        prepare(Recipe(sources, 16, tmp_path / "cache", vocab_size=300), progress=interrupted)
     assert list((tmp_path / "cache").iterdir()) == []
-    assert len(prepare(sources, vocab_size=300, context=16, cache=tmp_path / "cache").train) > 0
+    assert len(prepare(Recipe(sources, 16, tmp_path / "cache", vocab_size=300)).train) > 0
 
 
 def test_every_kind_of_file_is_read(tmp_path):
@@ -317,19 +386,19 @@ def test_every_kind_of_file_is_read(tmp_path):
 def test_an_unusable_corpus_is_reported(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content.replace(b'{"text": 1}', b'{"text": "fine"}'))
     with pytest.raises(corpora.CorpusError, match=message):
-        prepare(corpora.text_files(tmp_path / name), vocab_size=300, context=16, cache=tmp_path / "cache")
+        prepare(Recipe(corpora.text_files(tmp_path / name), 16, tmp_path / "cache", vocab_size=300))
 
 
 def test_a_corpus_smaller_than_a_row_is_reported(tmp_path):
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     with pytest.raises(corpora.CorpusError, match="too small"):
-        prepare(corpora.text_files(tmp_path), vocab_size=300, context=60_000, cache=tmp_path / "cache")
+        prepare(Recipe(corpora.text_files(tmp_path), 60_000, tmp_path / "cache", vocab_size=300))
 
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    rows = prepare(corpora.text_files(write_corpus(folder)), vocab_size=300, context=16, cache=folder / "cache")
+    rows = prepare(Recipe(corpora.text_files(write_corpus(folder)), 16, folder / "cache", vocab_size=300))
     problem = NanoChatProblem(SMALL, rows, batch=4, micro_batch=None, validation_rows=8)
     problem.bind(Layout(problem.parameters, GEOMETRY_MAPS["muon"]))
     return problem

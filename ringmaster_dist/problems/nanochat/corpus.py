@@ -13,13 +13,14 @@ import sysconfig
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 
 from ringmaster_dist.files import locked, sha256_of
+from ringmaster_dist.problems.nanochat.digests import Digests
 
 _LAST_SHARD = 6542
 _SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -28,6 +29,7 @@ _PIECE_BYTES = 2000  # long texts are cut at lines into pieces of about this siz
 # Some installations of Python have no tests, and each machine has other installed packages.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 _CHUNK_BYTES = 1 << 20
+_PARQUET_ROWS = 1024  # so many documents are read at once
 _GONE = (400, 401, 403, 404, 410)  # HTTP codes after which a retry does not help
 _SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
 
@@ -58,11 +60,11 @@ def standard_library() -> list[Source]:
 
 def climbmix(url: str, num_shards: int, folder: Path, progress: Progress = lambda fraction, text: None) -> list[Source]:
     """The first public shards, and the last one for validation. Missing shards are downloaded."""
-    sources = []
+    sources, digests = [], Digests(folder)
     for index in (*range(num_shards), _LAST_SHARD):
         name = f"shard_{index:05d}.parquet"
         try:
-            path = fetch(f"{url}/{name}", folder / name, check=_not_parquet, progress=progress)
+            path = fetch(f"{url}/{name}", folder / name, check=_not_parquet, progress=progress, digest=digests.of)
         except DownloadError as error:
             raise CorpusError(f"{error}. Without a network use data=stdlib, or data=text data.path=...") from error
         # `fetch` has just compared the file with its checksum, so it is not hashed again.
@@ -111,19 +113,53 @@ def _is_validation(name: str) -> bool:
 
 def documents(source: Source) -> Iterator[str]:
     """The texts in a file. Raises CorpusError if the file cannot be read as its type."""
+    if source.path.suffix == ".parquet":
+        yield from _parquet(source.path)
+    elif source.path.suffix == ".jsonl":
+        yield from _json_lines(source.path)
+    else:
+        yield from _pieces(_lines(source.path))
+
+
+def _blocks(path: Path) -> Iterator[str]:
+    """The text of a file in blocks of whole lines, so that a file may be larger than the memory."""
+    before, pending = 0, list[bytes]()  # the bytes of earlier blocks, and what has been read since
+
+    def block() -> str:
+        nonlocal before
+        joined = b"".join(pending)
+        pending.clear()
+        text = _decoded(joined, path, before)
+        before += len(joined)
+        return text
+
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            head, newline, tail = chunk.rpartition(b"\n")
+            if newline:
+                pending += head, newline
+                yield block()
+            pending.append(tail)
+    if any(pending):
+        yield block()
+
+
+def _decoded(block: bytes, path: Path, before: int) -> str:
+    """``before`` is the number of bytes before the block."""
     try:
-        if source.path.suffix == ".parquet":
-            yield from _parquet(source.path)
-        elif source.path.suffix == ".jsonl":
-            yield from _json_lines(source.path)
-        else:
-            yield from _pieces(source.path.read_bytes().decode("utf-8"))
+        return block.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CorpusError(f"{source.path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise CorpusError(f"{path} is not UTF-8 text ({error.reason} at byte {before + error.start})") from error
+
+
+def _lines(path: Path) -> Iterator[str]:
+    for block in _blocks(path):
+        yield from block.splitlines(keepends=True)
 
 
 def _json_lines(path: Path) -> Iterator[str]:
-    for number, line in enumerate(path.read_bytes().decode("utf-8").split("\n"), 1):
+    lines = (line for block in _blocks(path) for line in block.removesuffix("\n").split("\n"))
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -143,17 +179,17 @@ def _parquet(path: Path) -> Iterator[str]:
         file = pyarrow.parquet.ParquetFile(path)
         if "text" not in file.schema_arrow.names:
             raise CorpusError(f"{path} has no column 'text', but {', '.join(file.schema_arrow.names)}")
-        for batch in file.iter_batches(columns=["text"]):
+        for batch in file.iter_batches(_PARQUET_ROWS, columns=["text"]):
             yield from (text for text in batch.column(0).to_pylist() if text)
     except (pyarrow.ArrowException, OSError) as error:
         raise CorpusError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(lines: Iterable[str]) -> Iterator[str]:
     """Cuts a text at a blank line if one is near, else at any line, because a row crops what is too long for it."""
     piece: list[str] = []
     size = 0
-    for line in text.splitlines(keepends=True):
+    for line in lines:
         piece.append(line)
         size += len(line)
         if size >= _PIECE_BYTES and (not line.strip() or size >= 2 * _PIECE_BYTES):
@@ -176,18 +212,19 @@ def fetch(
     timeout_seconds: float = 30.0,
     pause_seconds: float = 1.0,
     progress: Progress = lambda fraction, text: None,
+    digest: Callable[[Path], str] = sha256_of,
 ) -> Path:
     """Downloads a file unless it is on disk already. Resumes a partial download and retries with growing pauses.
 
     The file is written under a temporary name. It is renamed when its length and its checksum (if the server names one)
-    are right and ``check`` finds nothing wrong. The checksum is kept next to the file and compared at each later call.
-    Several processes may call this at once: one downloads, and the others wait.
+    are right and ``check`` finds nothing wrong. The checksum is kept next to the file. Each later call compares it with
+    what ``digest`` gives. Several processes may call this at once: one downloads, and the others wait.
     """
-    if _is_whole(path):
+    if _is_whole(path, digest):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f".{path.name}.lock")):
-        if _is_whole(path):
+        if _is_whole(path, digest):
             return path
         return _fetch(url, path, check, attempts, timeout_seconds, pause_seconds, progress)
 
@@ -246,8 +283,8 @@ def _transfer(url: str, part: Path, timeout_seconds: float, progress: Progress) 
         return match[1] if match else ""
 
 
-def _is_whole(path: Path) -> bool:
-    return path.exists() and _checksum_file(path).exists() and _checksum_file(path).read_text() == sha256_of(path)
+def _is_whole(path: Path, digest: Callable[[Path], str]) -> bool:
+    return path.exists() and _checksum_file(path).exists() and _checksum_file(path).read_text() == digest(path)
 
 
 def _checksum_file(path: Path) -> Path:

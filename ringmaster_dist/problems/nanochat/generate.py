@@ -11,6 +11,7 @@ Shapes in comments are those of `model`, for one row (B = 1).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,38 +25,75 @@ from ringmaster_dist.problems.nanochat.model import (
     soft_cap,
     window_mask,
 )
+from ringmaster_dist.problems.nanochat.problem import TextProblem
+
+# Takes the next tokens of a text, and gives the logits, (V,), after the last of them.
+NextLogits = Callable[[Sequence[int]], torch.Tensor]
+
+
+class Reader:
+    """Reads a text of any length, token by token, with a model whose context is limited.
+
+    When the context is full, the newer half of it is read again from its beginning, and the older half is forgotten.
+    """
+
+    def __init__(self, make: Callable[[], NextLogits], context: int) -> None:
+        """``make`` gives a function that has read nothing yet."""
+        self._make, self._context = make, context
+        self._read, self._seen = make(), list[int]()
+
+    def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The logits, (V,), after the last of these tokens and all tokens of earlier calls."""
+        self._seen.extend(tokens)
+        if len(self._seen) <= self._context:
+            return self._read(tokens)
+        self._seen = self._seen[-max(1, self._context // 2) :]
+        self._read = self._make()
+        return self._read(self._seen)
+
+
+def reader_of(problem: TextProblem, *, cached: bool = True) -> Reader:
+    """A reader with the weights that the problem has now. Only the paper's model has a cache."""
+    problem.module.eval()
+    if cached and isinstance(problem.module, NanoChat):
+        return Reader(partial(Decoder, problem.module), problem.context)
+    return Reader(partial(_without_cache, problem.logits, problem.device), problem.context)
+
+
+def reader_of_model(model: NanoChat, *, cached: bool = True) -> Reader:
+    model.eval()
+    make: Callable[[], NextLogits] = partial(Decoder, model)
+    if not cached:
+        make = partial(_without_cache, model, model.lm_head.weight.device)
+    return Reader(make, model.config.sequence_len)
 
 
 @torch.inference_mode()
 def generate(
-    model: NanoChat,
+    reader: NextLogits,
     prompt: Sequence[int],
     count: int,
     *,
     temperature: float = 0.8,
     top_k: int | None = 50,
     seed: int = 0,
-    cached: bool = True,
 ) -> Iterator[int]:
-    """Up to ``count`` tokens after the prompt, fewer if the context is full. Temperature 0 takes the likeliest."""
-    model.eval()
+    """``count`` tokens after the prompt. Temperature 0 takes the likeliest."""
     generator = torch.Generator().manual_seed(seed)
-    logits_after = Decoder(model) if cached else _without_cache(model)
     pending = list(prompt)  # what the model has not seen yet
-    for _ in range(min(count, model.config.sequence_len - len(prompt))):
-        token = _choose(logits_after(pending).cpu(), temperature, top_k, generator)
+    for _ in range(count):
+        token = _choose(reader(pending).cpu(), temperature, top_k, generator)
         yield token
         pending = [token]
 
 
-def _without_cache(model: NanoChat) -> Callable[[Sequence[int]], torch.Tensor]:
+def _without_cache(logits: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> NextLogits:
     """The same as a decoder, but it computes all tokens again at each call."""
     seen: list[int] = []
 
     def logits_after(tokens: Sequence[int]) -> torch.Tensor:
         seen.extend(tokens)
-        logits: torch.Tensor = model(torch.tensor([seen], device=model.lm_head.weight.device))[0, -1]  # (V,)
-        return logits.float()
+        return logits(torch.tensor([seen], device=device))[0, -1].float()  # (V,)
 
     return logits_after
 

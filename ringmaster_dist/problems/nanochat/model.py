@@ -2,7 +2,8 @@
 
 It is a decoder without biases and learnable norms. It has rotary positions, normalised queries and keys, sliding
 windows, value embeddings on every second layer, squared-ReLU MLPs, learnable residual weights and soft-capped logits.
-The parameter names are nanochat's, so weights can be exchanged with it.
+The parameter names are those of an earlier nanochat. Today's has other parts, so weights cannot be exchanged with it.
+`checkout_problem` trains today's.
 
 Shapes in comments: B rows of a batch, T tokens of a row, C channels (n_embd), H heads, K key-value heads, D channels of
 a head, V tokens of the vocabulary.

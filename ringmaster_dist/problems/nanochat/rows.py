@@ -18,21 +18,36 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ringmaster_dist import randomness
-from ringmaster_dist.files import sha256_of, to_disk
+from ringmaster_dist.files import to_disk
 from ringmaster_dist.problems.nanochat.corpus import CorpusError, Progress, Source, documents
+from ringmaster_dist.problems.nanochat.digests import Digests
 from ringmaster_dist.problems.nanochat.tokenizer import BytePairs
 
 _FORMAT = 1
 _BUFFERED_DOCUMENTS = 1000
 _DOCUMENTS_PER_BATCH = 512
 _VALIDATION_EVERY = 20  # a corpus without validation files validates on one document in this many
+_PARTS = ("train", "validation")
+_TOKENIZER = "tokenizer.json"  # in the folder of rows whose tokenizer was trained for them
+_CHUNK_BYTES = 1 << 22
 _STREAM_BITS = 40  # a stream has this many draws, as a power of two
 _TRAINING_CHARACTERS = 16_000_000  # the tokenizer is trained on the first so many
+
+
+class Encoder(Protocol):
+    """What `prepare` needs of a tokenizer."""
+
+    identity: str  # equal for two tokenizers if and only if they give the same tokens; empty if the folder has its file
+    vocab_size: int
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def token_bytes(self) -> np.ndarray: ...
 
 
 def pack(stream: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
@@ -76,8 +91,7 @@ class Rows:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         length = self.manifest["context"] + 1
         self.train, self.validation = (  # (rows, context + 1) each
-            np.memmap(folder / f"{name}.bin", dtype=np.uint16, mode="r").reshape(-1, length)
-            for name in ("train", "validation")
+            np.memmap(folder / f"{name}.bin", dtype=np.uint16, mode="r").reshape(-1, length) for name in _PARTS
         )
         self.token_bytes = np.array(self.manifest["token_bytes"])  # (vocab_size,)
 
@@ -86,7 +100,16 @@ class Rows:
         return str(self.manifest["fingerprint"])
 
     def tokenizer(self) -> BytePairs:
-        return BytePairs.load(self.folder / "tokenizer.json")
+        return BytePairs.load(self.folder / _TOKENIZER)
+
+    def is_whole(self) -> bool:
+        """Whether the rows on disk are those that were written. It reads them all."""
+        digest = _started_digest(self.folder, self.manifest.get("tokenizer", ""))
+        for name in _PARTS:
+            with (self.folder / f"{name}.bin").open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+        return digest.hexdigest()[:16] == self.fingerprint
 
     def sample(self, seed: int, worker_id: int, sequence: int, count: int, stream: int = 0) -> np.ndarray:
         """Training rows, (count, context + 1). They are a function of the arguments alone."""
@@ -96,29 +119,48 @@ class Rows:
         return self.train[indices]
 
 
-def prepare(
-    sources: Sequence[Source],
-    *,
-    vocab_size: int,
-    context: int,
-    cache: Path,
-    crop: bool = False,
-    progress: Progress = lambda fraction, text: None,
-) -> Rows:
-    """Tokenizes and packs, unless that was done before. It may be interrupted, and several processes may call it.
+class Recipe(NamedTuple):
+    """What rows are made from. The folder of prepared rows has its name from this.
 
-    A document longer than a row is cut into several. With ``crop`` only its beginning is used, as in the paper.
+    ``tokenizer`` is given, or None to train one with ``vocab_size`` entries. A document longer than a row is cut into
+    several. With ``crop`` only its beginning is used, as in the paper and in nanochat.
     """
-    contents = [(source.name, source.validation, source.sha256 or sha256_of(source.path)) for source in sources]
-    recipe = json.dumps([_FORMAT, vocab_size, context, crop, contents])
-    folder = cache / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+
+    sources: Sequence[Source]
+    context: int
+    cache: Path
+    vocab_size: int = 0
+    crop: bool = False
+    tokenizer: Encoder | None = None
+
+    def folder(self) -> Path:
+        digests = Digests(self.cache)
+        unknown = iter(digests.of_all([source.path for source in self.sources if not source.sha256]))
+        contents = [(source.name, source.validation, source.sha256 or next(unknown)) for source in self.sources]
+        vocabulary = self.vocab_size if self.tokenizer is None else self.tokenizer.identity
+        recipe = json.dumps([_FORMAT, vocabulary, self.context, self.crop, contents])
+        return self.cache / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+
+    def verify(self) -> list[str]:
+        """Reads every source and every prepared row. Returns what is wrong, in sentences."""
+        paths = [source.path for source in self.sources]
+        wrong = [f"{path} has changed, but not its size or its date" for path in Digests(self.cache).verify(paths)]
+        folder = self.folder()
+        if not (folder / "manifest.json").exists():
+            return [*wrong, "no rows are prepared for these sources: run ringmaster data prepare"]
+        return wrong if Rows(folder).is_whole() else [*wrong, f"the rows in {folder} are damaged: remove the folder"]
+
+
+def prepare(recipe: Recipe, progress: Progress = lambda fraction, text: None) -> Rows:
+    """Tokenizes and packs, unless that was done before. It may be interrupted, and several processes may call it."""
+    folder, cache = recipe.folder(), recipe.cache
     if (folder / "manifest.json").exists():
         return Rows(folder)
     cache.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))
     try:
         temporary.chmod(0o755)  # other users may read the prepared corpus
-        _write(temporary, sources, vocab_size, context, crop, progress)
+        _write(temporary, recipe, progress)
         for path in (*temporary.iterdir(), temporary):
             to_disk(path)
         try:
@@ -131,38 +173,49 @@ def prepare(
     return Rows(folder)
 
 
-def _write(
-    folder: Path, sources: Sequence[Source], vocab_size: int, context: int, crop: bool, progress: Progress
-) -> None:
-    parts = _Parts(sources)
+def _write(folder: Path, recipe: Recipe, progress: Progress) -> None:
+    parts, length = _Parts(recipe.sources), recipe.context + 1
     if not parts.counts["train"]:
         raise CorpusError("the corpus is empty")
+    tokenizer = recipe.tokenizer or _trained(folder, parts, recipe.vocab_size, progress)
+    digest, counts = _started_digest(folder, tokenizer.identity), {}
+    for name in _PARTS:
+        count = 0
+        with (folder / f"{name}.bin").open("wb") as file:
+            tokens = _tokens(parts, name, tokenizer, progress)
+            for row in pack(tokens if recipe.crop else _cut(tokens, length), length):
+                file.write(row.tobytes())
+                digest.update(row.tobytes())
+                count += 1
+        if count == 0:
+            raise CorpusError(f"the corpus is too small: its {name} part does not fill one row of {length} tokens")
+        counts[name] = count
+    manifest = {
+        "fingerprint": digest.hexdigest()[:16],
+        "context": recipe.context,
+        "vocab_size": tokenizer.vocab_size,
+        "rows": counts,
+        "tokenizer": tokenizer.identity,
+        "token_bytes": tokenizer.token_bytes().tolist(),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _trained(folder: Path, parts: _Parts, vocab_size: int, progress: Progress) -> BytePairs:
+    """A tokenizer of these texts, which is saved in the folder."""
     progress(0.05, "training the tokenizer")
     try:
         tokenizer = BytePairs.train(_first(parts.texts("train"), _TRAINING_CHARACTERS), vocab_size)
     except ValueError as error:
         raise CorpusError(f"model.vocab_size={vocab_size}: {error}") from error
-    tokenizer.save(folder / "tokenizer.json")
-    digest, counts = hashlib.sha256((folder / "tokenizer.json").read_bytes()), {}
-    for name in ("train", "validation"):
-        count = 0
-        with (folder / f"{name}.bin").open("wb") as file:
-            tokens = _tokens(parts, name, tokenizer, progress)
-            for row in pack(tokens if crop else _cut(tokens, context + 1), context + 1):
-                file.write(row.tobytes())
-                digest.update(row.tobytes())
-                count += 1
-        if count == 0:
-            raise CorpusError(f"the corpus is too small: its {name} part does not fill one row of {context + 1} tokens")
-        counts[name] = count
-    manifest = {
-        "fingerprint": digest.hexdigest()[:16],
-        "context": context,
-        "vocab_size": vocab_size,
-        "rows": counts,
-        "token_bytes": tokenizer.token_bytes().tolist(),
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    tokenizer.save(folder / _TOKENIZER)
+    return tokenizer
+
+
+def _started_digest(folder: Path, identity: str) -> hashlib._Hash:
+    """The fingerprint of rows begins with that of the tokenizer: its file in the folder, else its identity."""
+    path = folder / _TOKENIZER
+    return hashlib.sha256(path.read_bytes() if path.exists() else identity.encode())
 
 
 class _Parts:
@@ -192,7 +245,7 @@ class _Parts:
                 yield from documents(source)
 
 
-def _tokens(parts: _Parts, name: str, tokenizer: BytePairs, progress: Progress) -> Iterator[np.ndarray]:
+def _tokens(parts: _Parts, name: str, tokenizer: Encoder, progress: Progress) -> Iterator[np.ndarray]:
     texts, done = parts.texts(name), 0
     while batch := list(islice(texts, _DOCUMENTS_PER_BATCH)):
         progress(0.3 + 0.7 * done / parts.counts[name], f"tokenizing and packing the {name} part")

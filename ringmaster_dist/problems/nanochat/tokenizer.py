@@ -18,9 +18,13 @@ _SPLIT = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}
 class BytePairs:
     """The tokenizer of a run."""
 
+    bos = BOS
+    identity = ""  # rows keep the file of the tokenizer instead
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokenizer.encode_special_tokens = True  # the name of a special token in a text is ordinary text
-        self._tokenizer = tokenizer
+        self.own = tokenizer
+        self.vocab_size = int(tokenizer.get_vocab_size())
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab_size: int) -> BytePairs:
@@ -52,28 +56,24 @@ class BytePairs:
         return cls(Tokenizer.from_file(str(path)))
 
     def save(self, path: Path) -> None:
-        self._tokenizer.save(str(path))
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._tokenizer.get_vocab_size())
+        self.own.save(str(path))
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self.own.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text after a BOS. All cores work on it."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self.own.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([BOS, *encoding.ids], dtype=np.uint16) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self.own.decode(list(tokens), skip_special_tokens=True))
 
     def token_bytes(self) -> np.ndarray:
         """The bytes of text that each token stands for, (vocab_size,). A special token stands for none."""
         alphabet = pre_tokenizers.ByteLevel.alphabet()  # one character for each byte
         sizes = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, index in self._tokenizer.get_vocab().items():
+        for token, index in self.own.get_vocab().items():
             if token not in SPECIALS:
                 assert set(token) <= set(alphabet)
                 sizes[index] = len(token)
