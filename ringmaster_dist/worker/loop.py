@@ -76,6 +76,7 @@ class Worker:
         self._patience_seconds = patience_seconds
         self._connection: Client | None = None
         self._interruptions = Interruptions()
+        self._first = 0.0  # when this worker began its first gradient, by the monotonic clock; 0 before
         self.poll: _LongPoll | None = None  # that of the newest snapshot
         self.last_sign_of_life = 0.0  # when the server last answered a long poll, or let this worker connect
 
@@ -119,7 +120,8 @@ class Worker:
             began = time.monotonic()
             stop = self._watch(job, session, snapshot)
             computed = self._gradient(job, session, worker, sequence, snapshot, stop, rows)
-            pace = job.pace(rows)
+            self._first = self._first or began
+            pace = job.pace(rows, began - self._first)
             if computed is not None and pace is not None:
                 assigned = jittered_seconds(pace, job.jitter, key, sequence)
                 stop.wait(max(0.0, began + assigned - time.monotonic()))
