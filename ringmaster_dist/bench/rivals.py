@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,14 @@ def save(what: Any, path: Path) -> None:
 # --- in the bench ------------------------------------------------------------------------------------------------
 
 
+def fork_server() -> ForkServerContext:
+    """Starts processes with one thread each, which have imported torch already."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ringmaster_dist.bench.twins", "torch._dynamo"])  # optimizers import the second
+    return context
+
+
 class Crew:
     """The processes of a rival, which run ``body(trial, index, folder)``. The bench's main thread calls `tick` often.
 
@@ -171,9 +179,7 @@ class Crew:
         self, trial: Trial, body: Callable[[Trial, int, Path], None], num: int, folder: Path, *, together: bool
     ) -> None:
         self._trial, self._body, self._folder, self._together = trial, body, folder, together
-        os.environ["OMP_NUM_THREADS"] = "1"
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "torch._dynamo"])  # optimizers import the second
+        self._context = fork_server()
         self._processes = [self._started(index) for index in range(num)]
         self._began = time.monotonic()
         self.started_at: float | None = None  # when all were ready

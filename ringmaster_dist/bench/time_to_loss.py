@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -151,8 +150,9 @@ def _tune(pairs: Sequence[tuple[Cluster, Contender]], results: Results, progress
     missing = [trial for trial in trials.values() if not results.has(trial)]
     if not missing:
         return
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("forkserver")) as pool:
+    from ringmaster_dist.bench.rivals import fork_server
+
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=fork_server()) as pool:
         try:
             futures = {pool.submit(_twin, trial): trial for trial in missing}
             for number, future in enumerate(as_completed(futures)):
