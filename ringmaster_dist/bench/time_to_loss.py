@@ -43,10 +43,12 @@ from ringmaster_dist.bench.contest import (
     races,
     settings_of,
     standing,
+    verdict,
 )
 from ringmaster_dist.bench.peers import descendants
 
 Progress = Callable[[float, str], None]
+Table = tuple[Cluster, list[dict[str, Any]], str]  # its rows, and a sentence about who was quickest
 COLUMNS = ["seconds", "x ringmaster", "updates", "rows used", "waste", "bytes", "setting"]
 _START_SECONDS = 12.0  # what a real trial takes before its clock starts and after it ends, for the estimate
 _ROWS_PER_SECOND = 2  # of metrics.jsonl, each with an evaluation
@@ -96,8 +98,9 @@ def run(
             tables = race(chosen, results, 1 if quick else seeds, line.show)
         finally:
             line.close()
-        for cluster, rows in tables:
+        for cluster, rows, words in tables:
             show(f"time-to-loss {cluster.target:g}, {cluster.title}", ["contender", *COLUMNS], rows, as_json)
+            print(words, file=sys.stderr)
         if not quick:
             path = (folder or Path("runs/time-to-loss")) / "tables.md"
             path.write_text(_markdown(tables, seeds))
@@ -106,8 +109,8 @@ def run(
 
 def race(
     chosen: Iterable[tuple[Cluster, list[Contender]]], results: Results, seeds: int, progress: Progress
-) -> list[tuple[Cluster, list[dict[str, Any]]]]:
-    """Tunes and runs. Returns the rows of the table of each cluster."""
+) -> list[Table]:
+    """Tunes and runs. Returns a table for each cluster."""
     chosen = list(chosen)
     pairs = [(cluster, contender) for cluster, named in chosen for contender in named]
     _tune(pairs, results, progress)
@@ -129,10 +132,10 @@ def race(
     for cluster, named in chosen:
         trials = {each.name: [t for t in wanted if t.cluster == cluster and t.contender == each] for each in named}
         curves = {name: [results.curve(trial) for trial in own] for name, own in trials.items()}
-        ours = median_seconds(cluster, curves[BASELINE]) if BASELINE in curves else None
-        rows = [{"contender": each.title, **standing(cluster, curves[each.name], ours),
+        medians = {name: median_seconds(cluster, own) for name, own in curves.items()}
+        rows = [{"contender": each.title, **standing(cluster, curves[each.name], medians.get(BASELINE)),
                  "setting": trials[each.name][0].words()} for each in named]  # fmt: skip
-        tables.append((cluster, rows))
+        tables.append((cluster, rows, verdict(medians)))
     return tables
 
 
@@ -308,16 +311,15 @@ def _installed(chosen: list[tuple[Cluster, list[Contender]]]) -> list[tuple[Clus
     return [(cluster, [each for each in named if each.package not in absent]) for cluster, named in chosen]
 
 
-def _markdown(tables: Sequence[tuple[Cluster, list[dict[str, Any]]]], seeds: int) -> str:
+def _markdown(tables: Sequence[Table], seeds: int) -> str:
     """The tables for a document, with the date and the machine."""
     facts = ", ".join(f"{key} {value}" for key, value in machine().items())
     parts = [f"Made by `ringmaster bench time-to-loss` on {date.today()}, {seeds} seeds: {facts}.\n"]
-    for cluster, rows in tables:
+    for cluster, rows, words in tables:
         parts.append(f"### {cluster.title}, to a loss of {cluster.target:g}\n")
         parts.append("| | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 1))
-        for row in rows:
-            seconds = " ".join(filter(None, [row["seconds"], f"({row['note']})" if "note" in row else ""]))
-            cells = [seconds, *(str(row[column]) for column in COLUMNS[1:])]
-            parts.append(f"| {row['contender']} | " + " | ".join(cells) + " |")
-        parts.append("")
+        parts += [
+            f"| {row['contender']} | " + " | ".join(str(row[column]) for column in COLUMNS) + " |" for row in rows
+        ]
+        parts.append(f"\n{words}\n")
     return "\n".join(parts)

@@ -19,7 +19,8 @@ def test_ours_and_ddp_race_and_finished_trials_are_kept(tmp_path):
 
     def raced():
         results = Results(tmp_path)
-        [(_, rows)] = race([(cluster, [ours, ddp])], results, 1, lambda fraction, text: steps.append(text))
+        [(_, rows, words)] = race([(cluster, [ours, ddp])], results, 1, lambda fraction, text: steps.append(text))
+        assert words.startswith(("The quickest of ours is ringmaster", "We lose here: ddp"))
         return rows, {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
     (first, second), kept = raced()

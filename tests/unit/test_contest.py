@@ -17,6 +17,7 @@ from ringmaster_dist.bench.contest import (
     races,
     settings_of,
     standing,
+    verdict,
     waste,
 )
 from ringmaster_dist.bench.rivals import batch_of, config_of, local_steps, optimizers_of, problem_of, victim_of
@@ -46,7 +47,17 @@ def test_the_figures_of_a_contender():
     one_missed = standing(cluster, [FALLING, slower, never], ours=None)
     assert (one_missed["seconds"], one_missed["x ringmaster"]) == ("40.0 (20.0 to never)", "")
     two_missed = standing(cluster, [never, FALLING, never], ours=10.0)
-    assert (two_missed["seconds"], two_missed["note"]) == ("not in 60, 1 of 3 did", "best loss 4.00")
+    assert (two_missed["seconds"], two_missed["waste"]) == ("not in 60, 1 of 3 did", "")
+    assert standing(cluster, [never], ours=10.0)["seconds"] == "not in 60, lowest loss 5.00"
+
+
+def test_the_table_says_who_wins():
+    assert verdict({"ringmaster": 20.0, "rows": 10.0, "ddp": 25.0, "diloco": None}) == (
+        "The quickest of ours is rows. The quickest rival, ddp, takes 2.50 times as long."
+    )
+    assert verdict({"ringmaster": 20.0, "ddp": 10.0}).startswith("We lose here: ddp is quickest")
+    assert verdict({"ringmaster": None, "ddp": 10.0}).endswith("takes longer than the limit.")
+    assert verdict({"ringmaster": 20.0}) == ""
 
 
 def test_a_trial_is_found_by_what_decides_its_outcome():
