@@ -23,6 +23,8 @@ from ringmaster_dist.bench.contest import (
 from ringmaster_dist.bench.rivals import batch_of, config_of, local_steps, optimizers_of, problem_of, victim_of
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.profiles import rate_at
+from ringmaster_dist.runtime.preparation import prepare
+from ringmaster_dist.worker.job import Job
 
 FALLING = [Point(0.0, 6.0), Point(10.0, 5.0, 100, 400, 30.0, 2e9), Point(20.0, 4.0, 300, 800, 70.0, 4e9)]
 
@@ -91,6 +93,15 @@ def test_the_rate_is_that_of_the_newest_phase_of_a_worker():
               SimpleNamespace(start_seconds=10.0, rate=0.5, workers=None)]  # fmt: skip
     assert [rate_at(phases, 0, seconds) for seconds in (9.0, 10.0, 20.0)] == [1.0, 0.5, 4.0]
     assert rate_at(phases, 1, 30.0) == 0.5
+    job = Job(None, "cpu", "", 0, 1.0, 4, 0.0, True, None, slot=0, phases=phases)
+    assert [job.pace(rows, seconds) for rows, seconds in ((0, 9.0), (0, 10.0), (2, 20.0))] == [1.0, 2.0, 0.125]
+
+
+def test_a_real_worker_has_a_pace_that_never_stops():
+    with pytest.raises(UserError, match="a rate of 0 is for simulations"):
+        prepare(["cluster.phases=[{start_seconds: 1, rate: 0}]"])
+    with pytest.raises(UserError, match=r"cluster\.profile=none sets none"):
+        prepare(["cluster.phases=[{start_seconds: 1, rate: 2}]", "cluster.profile=none"])
 
 
 # --- twins -------------------------------------------------------------------------------------------------------
