@@ -91,7 +91,8 @@ def run(
     from ringmaster_dist.observe.console import ProgressLine
 
     with tempfile.TemporaryDirectory() as scratch:
-        results = Results(folder or Path(scratch if quick else "runs/time-to-loss"))
+        kept = folder or Path("runs/time-to-loss")
+        results = Results(Path(scratch) if quick else kept)
         chosen = _quick_races() if quick else _installed(races(clusters, contenders))
         line = ProgressLine(Console(file=sys.stderr))
         try:
@@ -102,9 +103,8 @@ def run(
             show(f"time-to-loss {cluster.target:g}, {cluster.title}", ["contender", *COLUMNS], rows, as_json)
             print(words, file=sys.stderr)
         if not quick:
-            path = (folder or Path("runs/time-to-loss")) / "tables.md"
-            path.write_text(_markdown(tables, seeds))
-            print(f"files: {path}", file=sys.stderr)
+            (kept / "tables.md").write_text(_markdown(tables, seeds))
+            print(f"files: {kept / 'tables.md'}", file=sys.stderr)
 
 
 def race(
@@ -208,7 +208,8 @@ def _ours(trial: Trial) -> list[Point]:
     from ringmaster_dist.observe.records import MetricsRow
     from ringmaster_dist.observe.run_files import METRICS, Tail
 
-    cluster, curve = trial.cluster, list[Point]()
+    cluster = trial.cluster
+    curve: list[Point] = []
     context = load(trial.our_overrides).model.sequence_len
     tail: Tail[MetricsRow] | None = None
     kills = 0
@@ -256,7 +257,8 @@ def _rival(trial: Trial) -> list[Point]:
     from ringmaster_dist.bench.rivals import Crew, config_of, problem_of
 
     torch.set_num_threads(1)
-    problem, curve = problem_of(config_of(trial)), list[Point]()
+    problem = problem_of(config_of(trial))
+    curve: list[Point] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         body, num, together, _helper = _parts(trial, folder)
