@@ -7,7 +7,8 @@ run and its simulation agree draw by draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,3 +54,18 @@ def jittered_seconds(base: float, jitter: float, key: int, sequence: int) -> flo
     if jitter == 0.0:
         return base
     return base * (1.0 + jitter * randomness.half_normal(key, sequence))
+
+
+class SpeedPhase(Protocol):
+    """From ``start_seconds`` on, ``workers`` (all if None) compute at ``rate`` times their usual speed."""
+
+    start_seconds: float
+    rate: float
+    workers: list[int] | None
+
+
+def rate_at(phases: Sequence[SpeedPhase], worker: int, seconds: float) -> float:
+    """The speed of a worker at a time, in multiples of its usual one. A later phase overrides an earlier one."""
+    begun = [phase for phase in phases if phase.start_seconds <= seconds]
+    own = [phase for phase in begun if phase.workers is None or worker in phase.workers]
+    return max(own, key=lambda phase: phase.start_seconds).rate if own else 1.0

@@ -97,11 +97,11 @@ def orthogonalize_(block: torch.Tensor, coefficients: Coefficients, workspace: W
     if workspace.is_vector:
         return _iterate_vector(block, coefficients)
     norms = torch.linalg.vector_norm(block, dim=(1, 2), keepdim=True).add_(_NORM_FLOOR)  # (count, 1, 1)
-    block.div_(norms)
     wide = block if block.shape[1] <= block.shape[2] else block.mT  # (count, short, long)
     iterate = _iterate_gram if workspace.uses_gram else _iterate_matrix
     spare, *narrow = workspace.full
-    result = iterate(narrow[0].copy_(wide) if narrow else wide, spare, coefficients, workspace)
+    scaled = torch.div(wide, norms, out=narrow[0] if narrow else wide)  # it rounds to the shorter type, if there is one
+    result = iterate(scaled, spare, coefficients, workspace)
     if result is not wide:
         wide.copy_(result)
     return 1.0

@@ -27,7 +27,7 @@ BENCHES = {
     "links": "what overlap, a narrow wire and local steps are worth on slow links, in network namespaces (needs root)",
     "scale": "how large a cluster one server supports, from measured updates, simulated workers and assumed links",
     "server": "updates per second while many workers push, versus the rate that the time of one update allows",
-    "time-to-loss": "seconds to a validation loss on paced workers, for every method and DistributedDataParallel",
+    "time-to-loss": "seconds to a validation loss, versus DDP, DiLoCo and Ray; hours, or a small race if not named",
     "memory": "the most memory of a server and of a worker, versus the minimum that they need",
     "efficiency": "gradients delivered by paced workers versus their rates, and how fast stale work is interrupted",
     "overhead": "the share of the server's time that goes into measuring a run",
@@ -36,7 +36,7 @@ BENCHES = {
 _PLACES = {
     "update": ("arithmetic", "update"),
     "gradient": ("arithmetic", "gradient"),
-    "time-to-loss": ("paced", "time_to_loss"),
+    "time-to-loss": ("time_to_loss", "run"),
     "efficiency": ("paced", "efficiency"),
     "memory": ("resources", "memory"),
     "overhead": ("resources", "overhead"),
@@ -44,6 +44,7 @@ _PLACES = {
 
 
 ON_DEVICES = ("update", "server")  # these take device=
+LONG = ("time-to-loss",)  # these are quick, unless they are named
 
 
 def run(name: str, *, quick: bool, as_json: bool, **settings: Any) -> None:

@@ -1,79 +1,89 @@
 """What people would use instead: DistributedDataParallel over gloo with torch.optim.Muon, on the same paced workers.
 
-torchrun starts it, with one rank per worker, and the same data, model, batch and seconds per gradient as ours. A rank
-waits for its pace before its backward pass, in which DDP averages the gradients. So a step takes as long as its slowest
-rank. The clock does not run while rank 0 evaluates. Rank 0 prints a line of JSON.
+A rank waits for its pace before its backward pass, in which DDP averages the gradients. So a step takes as long as its
+slowest rank. If ranks are killed, rank 0 writes a checkpoint after every step, and all ranks resume from it together.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import math
+import socket
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from ringmaster_dist import randomness
-from ringmaster_dist.bench.arithmetic import optimizers_of
-from ringmaster_dist.config.build import build_problem
-from ringmaster_dist.config.compose import compose, to_typed
-from ringmaster_dist.config.profile_file import cluster_seconds
-from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
-from ringmaster_dist.profiles import jittered_seconds
+from ringmaster_dist.bench.contest import Trial
+from ringmaster_dist.bench.rivals import Member, bytes_of_all_reduce, optimizers_of, save
 
-_STEPS_PER_EVALUATION = 2
+_CHECKPOINT, _STORE = "checkpoint", "store"
 
 
-def main(eta: float, target: float, limit_seconds: float, overrides: list[str]) -> None:
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    config = to_typed(compose(overrides, "train"), real_time=True)
-    problem = build_problem(config)
-    assert isinstance(problem, NanoChatProblem)
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(problem.model)
-    optimizers = optimizers_of(problem.model, eta)
-    base = float(cluster_seconds(config, rank + 1)[rank])
-    key = randomness.worker_key(config.run.seed, randomness.STREAM_JITTER, rank)
-    seconds, in_optimizer, step, backward_seconds = 0.0, 0.0, 0, 0.0
-    loss, reached = float("inf"), torch.zeros(())
-    while not reached and seconds < limit_seconds:
-        dist.barrier()
-        began = time.monotonic()
-        # (batch, context + 1)
-        rows = torch.from_numpy(problem.rows.sample(config.run.seed, rank, step, config.problem.batch).astype("int64"))
-        output = model(rows[:, :-1], rows[:, 1:])
-        assigned = jittered_seconds(base, config.cluster.jitter, key, step)
-        time.sleep(max(0.0, began + assigned - backward_seconds - time.monotonic()))
+def rank(trial: Trial, index: int, folder: Path) -> None:
+    """One rank. It trains until the bench ends it."""
+    member = Member(trial, index, folder)
+    workers, resumable = trial.cluster.workers, bool(trial.cluster.kill_seconds)
+    optimizers = optimizers_of(member.model, trial.contender.optimizer, trial.chosen["factor"])
+    step, used = 0, 0.0
+    if resumable and (folder / _CHECKPOINT).exists():
+        saved = torch.load(folder / _CHECKPOINT)
+        step, used = saved["step"], saved["used"]
+        member.model.load_state_dict(saved["model"])
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+    _meet(index, workers, folder)
+    model = DistributedDataParallel(member.model)
+    member.start_together()
+    backward_seconds = math.inf  # the least so far, which has waited for no other rank
+    batch, num_bytes = member.config.problem.batch, bytes_of_all_reduce(member.model, workers)
+    while True:
+        began, at_seconds = time.monotonic(), member.seconds
+        rows = member.rows(step)  # (batch, context + 1)
+        loss = model(rows[:, :-1], rows[:, 1:])
+        assigned = member.assigned(index, step, at_seconds)
+        expected = backward_seconds if math.isfinite(backward_seconds) else 0.0
+        time.sleep(max(0.0, began + assigned - expected - time.monotonic()))
         before = time.monotonic()
-        output.backward()
-        backward_seconds = min(
-            backward_seconds or 1.0, time.monotonic() - before
-        )  # the least: without waiting for other ranks
-        before = time.monotonic()
+        loss.backward()
+        backward_seconds = min(backward_seconds, time.monotonic() - before)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        seconds, in_optimizer = seconds + time.monotonic() - began, in_optimizer + time.monotonic() - before
+        used += sum(member.mean_seconds(worker, at_seconds) for worker in range(workers))
         step += 1
-        if step % _STEPS_PER_EVALUATION == 0:
-            if rank == 0:
-                with torch.no_grad():
-                    loss = problem.score(problem.model, config.problem.validation_rows)["loss"]
-                reached.fill_(loss <= target)
-            dist.broadcast(reached, 0)
-        clock = torch.tensor(seconds)
-        dist.broadcast(clock, 0)  # so that all ranks stop at the same step
-        seconds = float(clock)
-    if rank == 0:
-        facts = {"seconds": seconds, "steps": step, "loss": loss, "optimizer_seconds": in_optimizer}
-        print(json.dumps({**facts, "reached": bool(reached)}), flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo's threads may abort when one rank leaves the group before the others
+        if index == 0:
+            if resumable:
+                states = [optimizer.state_dict() for optimizer in optimizers]
+                saved = {"step": step, "used": used, "model": member.model.state_dict(), "optimizers": states}
+                save(saved, folder / _CHECKPOINT)
+            member.publish(step, step * workers * batch, used, step * num_bytes)
 
 
-if __name__ == "__main__":
-    main(float(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+def _meet(index: int, workers: int, folder: Path) -> None:
+    """Joins the process group. Ranks that start again meet at another port, which rank 0 writes to a file."""
+    address = folder / _STORE
+    if index == 0:
+        store = TCPStore("127.0.0.1", 0, workers, is_master=True, wait_for_workers=False)
+        hidden = folder / f".{_STORE}"
+        hidden.write_text(f"{store.port}")
+        hidden.replace(address)
+    else:
+        store = _store_of_rank_0(address, workers)
+    dist.init_process_group("gloo", store=store, rank=index, world_size=workers, timeout=timedelta(seconds=120))
+
+
+def _store_of_rank_0(address: Path, workers: int) -> TCPStore:
+    """Connects to the store of rank 0. The file may still name the store of an earlier start, which is gone."""
+    while True:
+        if address.exists() and _answers(int(address.read_text())):
+            return TCPStore("127.0.0.1", int(address.read_text()), workers, wait_for_workers=False)
+        time.sleep(0.02)
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0

@@ -8,8 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from ringmaster_dist.bench import BENCHES, ON_DEVICES, run
-from ringmaster_dist.cli.parser import Parser
+from ringmaster_dist.bench import BENCHES, LONG, ON_DEVICES, run
+from ringmaster_dist.cli.parser import Parser, several, whole
 from ringmaster_dist.config.errors import UserError
 
 
@@ -20,13 +20,17 @@ def bench_options(parser: Parser) -> None:
     )
     parser.setting("profile=FILE", "scale: the workers are the devices in this file of ringmaster profile, and not the "
                    "paper's GPUs", Path)  # fmt: skip
+    parser.setting("clusters=A,B", "time-to-loss: only on these clusters, such as linear8", several(str))
+    parser.setting("contenders=A,B", "time-to-loss: only these, such as ringmaster,ddp", several(str))
+    parser.setting("seeds=N", "time-to-loss: how many seeds each contender trains with (default: 3)", whole(1))
+    parser.setting("dir=DIR", "time-to-loss: where trials are kept and found again (default: runs/time-to-loss)", Path)
     parser.switch("--quick", help="fewer repetitions and shorter runs")
     parser.switch("--json", help="one line of JSON per bench")
     parser.epilog = "benches:\n" + "\n".join(f"  {name:<13} {text}" for name, text in BENCHES.items())
 
 
 def run_bench(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster bench [NAME ...] [device=NAME] [profile=FILE] [--quick] [--json]
+    """ringmaster bench [NAME ...] [device=NAME] [profile=FILE] [clusters=A,B] [contenders=A,B] [--quick] [--json]
 
     Measures this system versus its alternatives, in the same run. A bench that repeats shows the best and the worst.
     """
@@ -47,8 +51,19 @@ def run_bench(arguments: Namespace, overrides: list[str]) -> int:
         if names != ["scale"]:
             raise UserError(f"profile={arguments.profile} is for ringmaster bench scale only")
         settings["profile"] = arguments.profile
+    settings |= _of_race(arguments, names)
     began = time.monotonic()
     for name in names:
-        run(name, quick=arguments.quick, as_json=arguments.json, **settings)
+        quick = arguments.quick or (name in LONG and name not in arguments.names)
+        run(name, quick=quick, as_json=arguments.json, **settings)
     print(f"{len(names)} benches in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
     return 0
+
+
+def _of_race(arguments: Namespace, names: list[str]) -> dict[str, Any]:
+    """The settings of time-to-loss that were given."""
+    known = {"clusters": "clusters", "contenders": "contenders", "seeds": "seeds", "dir": "folder"}
+    given = {name: getattr(arguments, name) for name in known if getattr(arguments, name) is not None}
+    if given and (names != ["time-to-loss"] or arguments.quick):
+        raise UserError(f"{next(iter(given))}= is for ringmaster bench time-to-loss only, without --quick")
+    return {known[name]: value for name, value in given.items()}

@@ -88,6 +88,13 @@ def _train(overrides: list[str]) -> int:
     """Prepares a run directory, supervises the processes until the run is over, and shows how it ended."""
     from rich.console import Console
 
+    from ringmaster_dist.config.compose import compose, to_typed
+    from ringmaster_dist.runtime.processes import prepare_fork_server
+
+    if not any(word.startswith("resume=") for word in overrides):
+        to_typed(compose(overrides, "train"), real_time=True)  # a mistake is reported before a process is started
+        prepare_fork_server()
+
     from ringmaster_dist.cli.runs import open_watcher
     from ringmaster_dist.cli.weights import write_sample
     from ringmaster_dist.config.schema import CHECKOUT, TEXT_PROBLEMS

@@ -35,7 +35,9 @@ def _name(default: str, group: str, one_of: tuple[str, ...] = ()) -> Any:
 # fmt: off
 @dataclass
 class PhaseConfig:
-    start_seconds: float = key(0.0, "The phase begins at this time of the simulation.", least=0)
+    start_seconds: float = key(
+        0.0, "The phase begins at this time of the run. The time of a real worker begins with its first gradient.",
+        least=0)
     rate: float = key(1.0, "Workers compute at this multiple of their usual speed; 0 stops them.", least=0)
     workers: list[int] | None = key(None, "These workers change; null means all of them.")
 
@@ -66,7 +68,7 @@ class ClusterConfig:
         "turn; null means the accelerators in turn, or the CPU.", command="train")
     threads: int = key(1, "A worker uses this many torch threads. The bits of a gradient depend on it.", least=1)
     phases: list[PhaseConfig] = key(
-        [], "The speed of simulated workers changes, such as [{start_seconds: 100, rate: 0, workers: [0, 1]}].")
+        [], "The speed of simulated and paced workers changes, as in [{start_seconds: 9, rate: 0.5, workers: [0]}].")
     local_workers: int | None = key(
         None, "This machine starts this many of the workers; null starts all. The others run on other machines.",
         least=0, command="train")

@@ -131,8 +131,10 @@ def _try(config: Config) -> None:
 def _refuse_what_only_a_simulation_can(config: Config) -> None:
     if not config.run.trace:
         raise UserError("run.trace=false is for simulations: a real run without its trace could not be replayed")
-    if config.cluster.phases:
-        raise UserError("cluster.phases changes speeds in simulations only: real workers keep their pace")
+    if config.cluster.phases and config.cluster.profile == "none":
+        raise UserError("cluster.phases changes the pace of workers, and cluster.profile=none sets none")
+    if any(phase.rate == 0 for phase in config.cluster.phases):
+        raise UserError("cluster.phases: a rate of 0 is for simulations: real workers do not stop")
 
 
 def _begun(directory: str | None) -> str:

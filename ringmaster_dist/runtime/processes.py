@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,10 +28,15 @@ PRELOADED = ["ringmaster_dist.runtime.server_process", "ringmaster_dist.transpor
 
 
 def prepare_fork_server() -> None:
-    """Has the fork server import torch once for all processes. Call it before the first process is started."""
+    """Starts the fork server, which imports torch once for all processes. Call it before the first process is started.
+
+    It does not wait for the imports. A process that imports torch itself calls it before that, so that both happen at
+    the same time.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"  # several processes share this machine
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # a file in the current folder is not imported by accident
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 class SupervisedProcess:

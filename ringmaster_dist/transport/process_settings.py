@@ -23,6 +23,8 @@ def prepare_environment() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d writes C++ stack traces at every failed connection
     os.environ.setdefault("TORCH_SHOW_CPP_STACKTRACES", "0")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for big tensors
+    # OpenMP's threads sleep between two operations. If they spin, processes that share the cores stop each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def keep_memory() -> None:

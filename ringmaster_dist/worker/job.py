@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import CHECKOUT
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
+from ringmaster_dist.profiles import SpeedPhase, rate_at
 from ringmaster_dist.wire import Codec
 
 
@@ -32,12 +34,18 @@ class Job:
     interrupt: bool
     overlap: bool  # whether the next gradient is computed while a push is under way
     wire: Codec
+    slot: int = 0
+    phases: Sequence[SpeedPhase] = ()  # in which a paced worker is slower or quicker
 
-    def pace(self, rows: int) -> float | None:
-        """The seconds of a gradient when pacing, before jitter. 0 rows stand for the usual number."""
-        if self.base_seconds is None or not rows:
-            return self.base_seconds
-        return self.base_seconds * (rows / self.usual_rows)
+    def pace(self, rows: int, seconds: float) -> float | None:
+        """The seconds of a gradient when pacing, before jitter. 0 rows stand for the usual number.
+
+        ``seconds`` is how long the worker has computed, which decides its phase.
+        """
+        if self.base_seconds is None:
+            return None
+        usual = self.base_seconds / rate_at(self.phases, self.slot, seconds)
+        return usual * (rows / self.usual_rows) if rows else usual
 
 
 def make_job(config_text: str, slot: int, target: str = "", device: str = "") -> Job:
@@ -79,6 +87,8 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
         interrupt=config.method.interrupt,
         overlap=config.worker.overlap,
         wire=Codec(build_wire(config), layout.size, problem.dtype, device, copies=config.worker.overlap),
+        slot=slot,
+        phases=cluster.phases,
     )
 
 

@@ -65,6 +65,7 @@ class Worker:
         self._make_job = make_job
         self._token, self._slot, self._devices, self._ranks = token, slot, devices, ranks
         self._link = Link(connect, patience_seconds)
+        self._began: float | None = None  # when the first membership began to compute, by the monotonic clock
 
     def run(self) -> None:
         """Blocks until the run is over. Raises `Refused`, `Lost` or `Failed`."""
@@ -92,16 +93,20 @@ class Worker:
         if isinstance(job.problem, ModuleProblem):
             job.problem.leaves_on_device = True  # the codec rounds it there, and copies it to host memory
         log.info("worker-%d joined and computes on %s", welcome.worker_id, job.device)
-        is_over = _Membership(self._link, job, welcome).compute()
+        self._began = self._began or time.monotonic()
+        is_over = _Membership(self._link, job, welcome, self._began).compute()
         self._link.stop_watching()
         return is_over
 
 
 class _Membership:
-    """The work of one worker from its join on."""
+    """The work of one worker from its join on.
 
-    def __init__(self, link: Link, job: Job, welcome: Welcome) -> None:
-        self._link, self._job = link, job
+    The phases of a paced worker count from ``began``, the time of its first membership by the monotonic clock.
+    """
+
+    def __init__(self, link: Link, job: Job, welcome: Welcome, began: float) -> None:
+        self._link, self._job, self._began = link, job, began
         self._session, self._worker, self._rows = welcome.session, welcome.worker_id, welcome.rows
         assert welcome.snapshot is not None
         self._snapshot: Snapshot = welcome.snapshot  # the newest
@@ -169,7 +174,7 @@ class _Membership:
             what = str(error) if is_mistake else f"{type(error).__name__}: {error}"
             raise Failed(f"the gradient at version {snapshot.version} could not be computed: {what}") from error
         self._refuse_device_memory(gradient)
-        pace = job.pace(rows)
+        pace = job.pace(rows, began - self._began)
         if pace is not None:
             assigned = jittered_seconds(pace, job.jitter, self._jitter_key, sequence)
             stop.wait(max(0.0, began + assigned - time.monotonic()))

@@ -25,7 +25,7 @@ def test_only_transport_imports_torch_distributed():
 
     The benches of alternatives are the exception, because torch.distributed is such an alternative.
     """
-    guilty, alternatives = [], {"bench/ddp.py", "bench/exchange.py"}
+    guilty, alternatives = [], {"bench/ddp.py", "bench/diloco.py", "bench/exchange.py"}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(parsed(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -1,0 +1,151 @@
+"""Time to loss: the arithmetic of its table, its keys and selection, and the twins that tune it."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringmaster_dist.bench import twins
+from ringmaster_dist.bench.contest import (
+    CLUSTERS,
+    CONTENDERS,
+    Point,
+    Trial,
+    arrival,
+    races,
+    settings_of,
+    standing,
+    verdict,
+    waste,
+)
+from ringmaster_dist.bench.rivals import batch_of, config_of, local_steps, optimizers_of, problem_of, victim_of
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.profiles import rate_at
+from ringmaster_dist.runtime.preparation import prepare
+from ringmaster_dist.worker.job import Job
+
+FALLING = [Point(0.0, 6.0), Point(10.0, 5.0, 100, 400, 30.0, 2e9), Point(20.0, 4.0, 300, 800, 70.0, 4e9)]
+
+
+def test_the_time_of_arrival_is_between_two_evaluations():
+    """The loss was 5 after 10 s and 4 after 20 s. So it was 4.5 after 15 s, and all else was half way too."""
+    assert arrival(FALLING, 4.5) == Point(15.0, 4.5, 200, 600, 50.0, 3e9)
+    assert arrival(FALLING, 6.0) == FALLING[0]
+    assert arrival(FALLING, 3.9) is None
+    assert arrival([Point(1.0, math.inf), Point(2.0, 4.0)], 4.5) == Point(2.0, 4.0)
+
+
+def test_the_figures_of_a_contender():
+    cluster = CLUSTERS["linear8"]._replace(workers=4, target=4.0, limit_seconds=60.0)
+    slower, never = [point._replace(seconds=2 * point.seconds) for point in FALLING], FALLING[:2]
+    row = standing(cluster, [slower, FALLING, slower], ours=10.0)
+    assert row["seconds"] == "40.0 (20.0 to 40.0)"
+    assert row["x ringmaster"] == "4.00"
+    assert (row["updates"], row["rows used"], row["bytes"]) == ("300", "800", "4.00 GB")
+    assert row["waste"] == "56%"  # 70 of 160 worker seconds were used
+    assert waste(FALLING[-1], 4) == pytest.approx(1 - 70 / 80)
+    one_missed = standing(cluster, [FALLING, slower, never], ours=None)
+    assert (one_missed["seconds"], one_missed["x ringmaster"]) == ("40.0 (20.0 to never)", "")
+    two_missed = standing(cluster, [never, FALLING, never], ours=10.0)
+    assert (two_missed["seconds"], two_missed["waste"]) == ("not in 60, 1 of 3 did", "")
+    assert standing(cluster, [never], ours=10.0)["seconds"] == "not in 60, lowest loss 5.00"
+
+
+def test_the_table_says_who_wins():
+    assert verdict({"ringmaster": 20.0, "rows": 10.0, "ddp": 25.0, "diloco": None}) == (
+        "The quickest of ours is rows. The quickest rival, ddp, takes 2.50 times as long."
+    )
+    assert verdict({"ringmaster": 20.0, "ddp": 10.0}).startswith("We lose here: ddp is quickest")
+    assert verdict({"ringmaster": None, "ddp": 10.0}).endswith("takes longer than the limit.")
+    assert verdict({"ringmaster": 20.0}) == ""
+
+
+def test_a_trial_is_found_by_what_decides_its_outcome():
+    ddp, ray, kills = CONTENDERS["ddp"], CONTENDERS["ray"], CLUSTERS["kills"]
+    setting = next(settings_of(ddp))
+    virtual = Trial(CLUSTERS["linear8"], ddp, setting, 0, "virtual")
+    real = virtual._replace(clock="real")
+    same = [virtual._replace(contender=ray), virtual._replace(cluster=kills)]
+    assert {trial.key for trial in same} == {virtual.key}
+    others = [real, real._replace(contender=ray), real._replace(cluster=kills), virtual._replace(seed=1),
+              virtual._replace(setting=(("factor", 3.0),)),
+              virtual._replace(contender=CONTENDERS["ddp-sgd"])]  # fmt: skip
+    assert len({virtual.key, *(trial.key for trial in others)}) == 1 + len(others)
+
+
+def test_who_races_where():
+    everywhere = {cluster.name: {each.name for each in named} for cluster, named in races(None, None)}
+    assert everywhere["linear8"] == set(CONTENDERS)
+    assert everywhere["kills"] == {"ringmaster", "auto", "rows", "ddp", "diloco", "diloco-scaled"}
+    assert [(c.name, [each.name for each in named]) for c, named in races(["change"], ["ddp"])] == [("change", ["ddp"])]
+    with pytest.raises(UserError, match="contenders=ddq: 'ddq' is not one of ringmaster"):
+        races(None, ["ddq"])
+
+
+def test_every_member_is_killed_in_turn():
+    assert {victim_of(seed=2, number=number, members=8) for number in range(8)} == set(range(8))
+
+
+def test_the_rate_is_that_of_the_newest_phase_of_a_worker():
+    phases = [SimpleNamespace(start_seconds=20.0, rate=4.0, workers=[0]),
+              SimpleNamespace(start_seconds=10.0, rate=0.5, workers=None)]  # fmt: skip
+    assert [rate_at(phases, 0, seconds) for seconds in (9.0, 10.0, 20.0)] == [1.0, 0.5, 4.0]
+    assert rate_at(phases, 1, 30.0) == 0.5
+    job = Job(None, "cpu", "", 0, 1.0, 4, 0.0, True, None, slot=0, phases=phases)
+    assert [job.pace(rows, seconds) for rows, seconds in ((0, 9.0), (0, 10.0), (2, 20.0))] == [1.0, 2.0, 0.125]
+
+
+def test_a_real_worker_has_a_pace_that_never_stops():
+    with pytest.raises(UserError, match="a rate of 0 is for simulations"):
+        prepare(["cluster.phases=[{start_seconds: 1, rate: 0}]"])
+    with pytest.raises(UserError, match=r"cluster\.profile=none sets none"):
+        prepare(["cluster.phases=[{start_seconds: 1, rate: 2}]", "cluster.profile=none"])
+
+
+# --- twins -------------------------------------------------------------------------------------------------------
+
+TEXT = Path(__file__).parent  # reading these files takes less time than the standard library
+WORDS = [word for word in CLUSTERS["linear32"].overrides if not word.startswith("data=")]
+SMALL = CLUSTERS["linear32"]._replace(
+    workers=3, target=0.0, limit_seconds=0.5, overrides=(*WORDS, "data=text", f"data.path={TEXT}")
+)
+
+
+def played(name, limit=0.5, **setting):
+    cluster = SMALL._replace(limit_seconds=limit, overrides=(*SMALL.overrides, "cluster.jitter=0"))
+    trial = Trial(cluster, CONTENDERS[name], tuple(setting.items()), 0, "virtual")
+    return trial, twins.play(trial)
+
+
+def test_the_twin_of_ddp_is_a_step_with_the_mean_gradient():
+    """A plain loop over the workers makes the same steps. Each takes the time of the slowest, 0.3 s."""
+    trial, curve = played("ddp", factor=1.0)
+    assert [point.seconds for point in curve] == pytest.approx([0.3, 0.6])
+    assert [(point.updates, point.rows) for point in curve] == [(1, 12), (2, 24)]
+    assert [point.used_seconds for point in curve] == pytest.approx([0.6, 1.2])
+    problem = problem_of(config_of(trial))
+    optimizers = optimizers_of(problem.model, "adamw", 1.0)
+    for step, point in enumerate(curve):
+        for worker in range(3):
+            rows = batch_of(problem, 0, worker, step, 4)
+            (problem.model(rows[:, :-1], rows[:, 1:]) / 3).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert point.loss == pytest.approx(problem.score(problem.model, 128)["loss"], rel=1e-4)
+
+
+def test_the_twin_of_diloco_waits_for_its_slowest_replica():
+    """With equal steps a round takes those of the slowest. With steps by speed all replicas are busy."""
+    trial, equal = played("diloco", limit=1.0, factor=1.0, steps=2)
+    assert local_steps(trial, config_of(trial)) == [2, 2, 2]
+    assert [point.seconds for point in equal] == pytest.approx([0.6, 1.2])
+    assert waste(equal[-1], 3) == pytest.approx(1 - 0.4 / 0.6)
+    trial, scaled = played("diloco-scaled", factor=1.0, steps=2)
+    assert local_steps(trial, config_of(trial)) == [6, 3, 2]
+    assert waste(scaled[-1], 3) == pytest.approx(0.0)
+    assert scaled[-1].rows == 4 * 11
+    assert scaled[-1].loss < equal[-2].loss
