@@ -251,6 +251,6 @@ def _factory_twice(config: Config, problem: Problem) -> str:
     same_start = torch.equal(problem.initial(config.run.seed), other.initial(config.run.seed))
     if same_start and getattr(problem, "data_fingerprint", "") == getattr(other, "data_fingerprint", ""):
         return ""
-    problem = config.problem
-    code = f"the factory {problem.target}" if problem.name == "python" else f"the checkout {problem.path}"
+    named = config.problem
+    code = f"the factory {named.target}" if named.name == "python" else f"the checkout {named.path}"
     return f"; {code} gives other weights each time it is called"
