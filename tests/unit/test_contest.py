@@ -93,7 +93,7 @@ def test_the_rate_is_that_of_the_newest_phase_of_a_worker():
               SimpleNamespace(start_seconds=10.0, rate=0.5, workers=None)]  # fmt: skip
     assert [rate_at(phases, 0, seconds) for seconds in (9.0, 10.0, 20.0)] == [1.0, 0.5, 4.0]
     assert rate_at(phases, 1, 30.0) == 0.5
-    job = Job(None, "cpu", "", 0, 1.0, 4, 0.0, True, None, slot=0, phases=phases)
+    job = Job(None, "cpu", "", 0, 1.0, 4, 0.0, True, False, None, slot=0, phases=phases)
     assert [job.pace(rows, seconds) for rows, seconds in ((0, 9.0), (0, 10.0), (2, 20.0))] == [1.0, 2.0, 0.125]
 
 
