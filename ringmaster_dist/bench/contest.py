@@ -92,7 +92,8 @@ def _ours(name: str, title: str, *overrides: str, everywhere: bool = False, scal
 CONTENDERS = {
     contender.name: contender
     for contender in (
-        _ours("ringmaster", "ringmaster, a fixed threshold", "method=ringmaster", threshold=(8, 32, 128), everywhere=True),
+        _ours("ringmaster", "ringmaster, a fixed threshold", "method=ringmaster", threshold=(8, 32, 128),
+              everywhere=True),
         _ours("auto", "ringmaster, method.threshold=auto", "method=ringmaster", "method.threshold=auto",
               everywhere=True),
         _ours("rows", "ringmaster, auto, cluster.batch=auto", "method=ringmaster", "method.threshold=auto",
