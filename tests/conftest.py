@@ -28,7 +28,11 @@ if "resource_tracker" not in " ".join(sys.orig_argv):  # multiprocessing's own p
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    os.environ["RINGMASTER_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """One cache for all processes of the tests, so that a corpus is prepared once."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    os.environ["RINGMASTER_CACHE"] = str(folder / "cache")
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from ringmaster_dist.bench.contest import (
     verdict,
 )
 from ringmaster_dist.bench.peers import descendants
+from ringmaster_dist.simulation.pool import processes
 
 Progress = Callable[[float, str], None]
 Table = tuple[Cluster, list[dict[str, Any]], str]  # its rows, and a sentence about who was quickest
@@ -155,15 +156,11 @@ def _tune(pairs: Sequence[tuple[Cluster, Contender]], results: Results, progress
         return
     from ringmaster_dist.bench.rivals import fork_server
 
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=fork_server()) as pool:
-        try:
-            futures = {pool.submit(_twin, trial): trial for trial in missing}
-            for number, future in enumerate(as_completed(futures)):
-                results.add(futures[future], future.result())
-                progress((number + 1) / len(missing), f"tuning in virtual time, {number + 1} of {len(missing)}")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with processes(os.cpu_count() or 1, fork_server()) as pool:
+        futures = {pool.submit(_twin, trial): trial for trial in missing}
+        for number, future in enumerate(as_completed(futures)):
+            results.add(futures[future], future.result())
+            progress((number + 1) / len(missing), f"tuning in virtual time, {number + 1} of {len(missing)}")
 
 
 def _twin(trial: Trial) -> list[Point]:

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from ringmaster_dist.experiment.machines import SHORT, Cell, Machines
 from ringmaster_dist.experiment.plan import AUTOMATIC, Job
-from ringmaster_dist.experiment.runner import Progress, Result, play_all, processes, with_estimate
+from ringmaster_dist.experiment.runner import Progress, Result, play_all, with_estimate
+from ringmaster_dist.simulation.pool import processes
 
 TARGET_AT = 2 / 3  # of the budget
 _REACH = 3  # points on each side, of the moving average

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringmaster_dist.experiment.plan import Job, Plan
+from ringmaster_dist.simulation.pool import processes
 
 if TYPE_CHECKING:
     from ringmaster_dist.config.schema import Config
@@ -83,24 +81,6 @@ def with_estimate(progress: Progress) -> Progress:
         progress(fraction, text)
 
     return show
-
-
-@contextmanager
-def processes(number: int) -> Iterator[Executor]:
-    """Processes with one thread each, which start with the first job.
-
-    After an error, Ctrl+C or SIGTERM they end at once, in the middle of a job.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("forkserver")) as pool:
-        try:
-            yield pool
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
 
 
 def play_all(
