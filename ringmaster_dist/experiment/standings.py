@@ -222,7 +222,7 @@ def draw(race: Race, folder: Path) -> Path:
     handles += [
         Line2D([], [], ls="", marker=_GREYS[n], ms=5, color=_GREY, label=f"{_SHORT.get(n, n)}, tuned") for n in others
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
     path = folder / "machines.png"
     figure.savefig(path, dpi=150, facecolor="white")
     plt.close(figure)

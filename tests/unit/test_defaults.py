@@ -12,14 +12,7 @@ from ringmaster_dist.simulation.session import simulate
 
 PROBLEMS = {
     "quadratic": ["problem=quadratic", "budget.updates=400"],
-    "nanochat": [
-        "problem=nanochat",
-        "model.n_layer=1",
-        "problem.batch=2",
-        "problem.validation_rows=8",
-        "problem.final_tokens=1024",
-        "budget.updates=15",
-    ],
+    "nanochat": ["problem=nanochat", "problem.validation_rows=8", "problem.final_tokens=1024", "budget.updates=15"],
     "cnn": ["problem=python", "problem.target=tests.unit.test_defaults:cnn", "budget.updates=100"],
 }
 
