@@ -14,8 +14,8 @@ fi
 say "type checks, and tests on all cores"
 .venv/bin/mypy &
 types=$!
-# Many tests wait for processes most of their time, so more of them run than there are cores.
-.venv/bin/python -m pytest -n "$((5 * $(nproc) / 2))" --dist worksteal --durations 15 -m "not alone and not docker"
+# Many tests wait for processes most of their time, so twice as many run as there are cores.
+.venv/bin/python -m pytest -n "$((2 * $(nproc)))" --dist worksteal --durations 15 -m "not alone and not docker"
 wait "$types"
 say "tests that measure time, one by one"
 .venv/bin/python -m pytest -m "alone and not docker"
