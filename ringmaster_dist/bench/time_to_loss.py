@@ -49,7 +49,7 @@ from ringmaster_dist.bench.peers import descendants
 from ringmaster_dist.simulation.pool import processes
 
 Progress = Callable[[float, str], None]
-Table = tuple[Cluster, list[dict[str, Any]], str]  # its rows, and a sentence about who was quickest
+Table = tuple[Cluster, list[dict[str, Any]], str]  # its rows, and a sentence that names the quickest contender
 COLUMNS = ["seconds", "x ringmaster", "updates", "rows used", "waste", "bytes", "setting"]
 _START_SECONDS = 12.0  # what a real trial takes before its clock starts and after it ends, for the estimate
 _ROWS_PER_SECOND = 2  # of metrics.jsonl, each with an evaluation

@@ -54,20 +54,20 @@ def test_a_run_on_an_accelerator_is_that_of_the_cpu(nanochat, tmp_path, accelera
     rounding = 1e-5 if accelerator == pretend.NAME else 1e-2  # a GPU sums in another order
     given = [*nanochat, "cluster.workers=1", "model.n_layer=1", "model.sequence_len=16", "budget.seconds=1000"]
     place = [f"cluster.devices=[{accelerator}]", f"server.device={accelerator}"]
-    found, summary, errors = train(tmp_path / "run", *given, *place, "budget.updates=100")
+    found, summary, errors = train(tmp_path / "run", *given, *place, "budget.updates=200")
     directory = RunDirectory(str(tmp_path / "cpu"), name="cpu")
-    on_cpu = simulate(load([*given, "budget.updates=100"]), directory)
+    on_cpu = simulate(load([*given, "budget.updates=200"]), directory)
     expected = [arrival.loss for arrival in RunFiles(directory.path).arrivals()]
-    assert len(found) == len(expected) == 100
+    assert len(found) == len(expected) == 200
     assert [arrival.loss for arrival in found] == pytest.approx(expected, rel=rounding)
     assert summary.evaluation["loss"] == pytest.approx(on_cpu.evaluation["loss"], rel=rounding)
     assert summary.evaluation["loss"] < 0.95 * expected[0]
     assert f"worker-0 joined and computes on {accelerator}" in errors
-    again = ["budget.updates=105", "cluster.devices=[cpu]", "server.device=cpu"]
+    again = ["budget.updates=205", "cluster.devices=[cpu]", "server.device=cpu"]
     train(tmp_path / "run", *given, *again, "resume=auto")
     assert [term.device for term in RunFiles(tmp_path / "run").terms()] == [accelerator, "cpu"]
     outcome = recompute(tmp_path / "run")
-    assert (outcome.same, outcome.updates) == (True, 105), outcome.message
+    assert (outcome.same, outcome.updates) == (True, 205), outcome.message
 
 
 def test_an_accelerator_and_the_cpu_work_in_one_run(nanochat, tmp_path, accelerator):
