@@ -246,7 +246,7 @@ def median_seconds(cluster: Cluster, curves: Sequence[Sequence[Point]]) -> float
 
 
 def verdict(medians: Mapping[str, float | None]) -> str:
-    """Says in a sentence which contender was the quickest, of ours and of the rivals. ``medians`` are the seconds by contender."""
+    """A sentence that names the quickest contender. ``medians`` are the seconds by contender."""
     by_side: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
     for name, seconds in medians.items():
         by_side[CONTENDERS[name].kind == OURS].append((math.inf if seconds is None else seconds, name))
