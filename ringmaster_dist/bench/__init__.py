@@ -92,15 +92,19 @@ def train(
     """
     from ringmaster_dist.config.errors import UserError
     from ringmaster_dist.observe.run_files import RunFiles
+    from ringmaster_dist.signals import STOPPED
 
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors:
         directory = Path(folder, "run")
         command = [sys.executable, "-m", "ringmaster_dist", "train", f"run.dir={directory}", "run.report=false"]
         process = subprocess.Popen([*command, *overrides], stdout=subprocess.DEVNULL, stderr=errors)
-        while process.poll() is None:
-            watch(process, directory)
-            time.sleep(0.02)
-        if process.returncode:
+        try:
+            while process.poll() is None:
+                watch(process, directory)
+                time.sleep(0.02)
+        finally:
+            process.terminate()  # if this process is stopped
+        if process.returncode not in (0, *STOPPED):  # ``watch`` may stop it
             errors.seek(0)
             raise UserError(f"the run that was to be measured failed: {errors.read().decode().strip()}")
         files = RunFiles(directory)

@@ -20,7 +20,7 @@ VIRTUAL, REAL = "virtual", "real"
 OURS, DDP, DILOCO, RAY = "ours", "ddp", "diloco", "ray"  # kinds of contenders
 BASELINE = "ringmaster"  # the contender that the others are compared with
 
-_TINY = ("problem=nanochat", "model=nanochat_tiny", "data=stdlib", "problem.validation_rows=32")
+# A gradient of this model takes a few milliseconds, so two cores can play all workers at their pace.
 _SMALL = ("problem=nanochat", "data=stdlib", "model.n_layer=1", "model.n_head=1", "model.n_kv_head=1",
           "model.n_embd=32", "model.sequence_len=32", "model.vocab_size=512",
           "problem.validation_rows=128")  # fmt: skip
@@ -46,18 +46,19 @@ class Cluster(NamedTuple):
 CLUSTERS = {
     cluster.name: cluster
     for cluster in (
-        Cluster("linear8", "8 workers, linear: the slowest is 8 times slower", 8, (*_TINY, *_LINEAR), 4.0, 120.0),
-        Cluster("linear32", "32 workers, linear: the slowest is 32 times slower", 32, (*_SMALL, *_LINEAR), 4.0, 180.0),
+        Cluster("linear8", "8 workers, linear: the slowest is 8 times slower", 8, (*_SMALL, *_LINEAR), 3.8, 120.0),
+        Cluster("linear32", "32 workers, linear: the slowest is 32 times slower", 32,
+                (*_SMALL, "cluster.profile=linear", "cluster.unit_seconds=0.2"), 4.0, 180.0),
         Cluster(
             "two-speeds", "8 workers, 2 of them 8 times slower", 8,
-            (*_TINY, "cluster.profile=file", "cluster.times=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.8, 0.8]"), 4.0, 120.0,
+            (*_SMALL, "cluster.profile=file", "cluster.times=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.8, 0.8]"), 3.8, 120.0,
         ),
         Cluster(
             "change", "8 workers, linear; the quickest becomes 8 times slower after 8 seconds", 8,
-            (*_TINY, *_LINEAR, "cluster.phases=[{start_seconds: 8, rate: 0.125, workers: [0]}]"), 4.0, 120.0,
+            (*_SMALL, *_LINEAR, "cluster.phases=[{start_seconds: 8, rate: 0.125, workers: [0]}]"), 3.8, 120.0,
         ),
         Cluster(
-            "kills", "8 workers, linear; one of them is killed every 10 seconds", 8, (*_TINY, *_LINEAR), 4.0, 120.0,
+            "kills", "8 workers, linear; one of them is killed every 10 seconds", 8, (*_SMALL, *_LINEAR), 3.8, 120.0,
             kill_seconds=10.0,
         ),
     )
@@ -78,8 +79,8 @@ class Contender(NamedTuple):
     everywhere: bool = False  # whether it races on every cluster, or on the first one only
 
 
-_ETAS = (0.005, 0.01, 0.02, 0.04)
-_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)  # of the rates in `rivals`
+_ETAS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
+_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # of the rates in `rivals`
 
 
 def _ours(name: str, title: str, *overrides: str, everywhere: bool = False, scale: float = 1.0,
@@ -92,7 +93,7 @@ def _ours(name: str, title: str, *overrides: str, everywhere: bool = False, scal
 CONTENDERS = {
     contender.name: contender
     for contender in (
-        _ours("ringmaster", "ringmaster, a fixed threshold", "method=ringmaster", threshold=(8, 32, 128),
+        _ours("ringmaster", "ringmaster, a fixed threshold", "method=ringmaster", threshold=(8, 16, 32, 128),
               everywhere=True),
         _ours("auto", "ringmaster, method.threshold=auto", "method=ringmaster", "method.threshold=auto",
               everywhere=True),
@@ -105,10 +106,10 @@ CONTENDERS = {
         _ours("synchronous", "synchronous", "method=synchronous"),
         Contender("ddp", "DDP (gloo), Muon + AdamW", DDP, {"factor": _FACTORS}, optimizer="adamw", everywhere=True),
         Contender("ddp-sgd", "DDP (gloo), Muon + SGD", DDP, {"factor": _FACTORS}, optimizer="sgd"),
-        Contender("diloco", "torchft DiLoCo, equal local steps", DILOCO, {"factor": _FACTORS, "steps": (4, 16)},
+        Contender("diloco", "torchft DiLoCo, equal local steps", DILOCO, {"factor": _FACTORS, "steps": (4, 16, 64)},
                   optimizer="adamw", package="torchft", everywhere=True),
         Contender("diloco-scaled", "torchft DiLoCo, local steps by speed", DILOCO,
-                  {"factor": _FACTORS, "steps": (1, 4)}, optimizer="adamw", scaled=True, package="torchft",
+                  {"factor": _FACTORS, "steps": (1, 4, 16)}, optimizer="adamw", scaled=True, package="torchft",
                   everywhere=True),
         Contender("ray", "Ray actors, synchronous, Muon + AdamW", RAY, {"factor": _FACTORS}, optimizer="adamw",
                   package="ray"),
@@ -215,9 +216,9 @@ def standing(cluster: Cluster, curves: Sequence[Sequence[Point]], ours: float | 
     and the other figures are medians over the seeds that did.
     """
     reached = [point for curve in curves if (point := arrival(curve, cluster.target)) is not None]
-    seconds = sorted([point.seconds for point in reached] + [math.inf] * (len(curves) - len(reached)))
-    median = statistics.median_high(seconds) if seconds else math.inf
-    if not math.isfinite(median):
+    seconds = sorted(seconds_by_seed(cluster, curves))
+    median = median_seconds(seconds)
+    if median is None:
         best = min((point.loss for curve in curves for point in curve), default=math.inf)
         count = f", {len(reached)} of {len(curves)} did" if reached else f", lowest loss {best:.2f}"
         empty = dict.fromkeys(("x ringmaster", "updates", "rows used", "waste", "bytes"), "")
@@ -237,11 +238,15 @@ def standing(cluster: Cluster, curves: Sequence[Sequence[Point]], ours: float | 
     }
 
 
-def median_seconds(cluster: Cluster, curves: Sequence[Sequence[Point]]) -> float | None:
-    """The median over the seeds. None if it is not finite."""
+def seconds_by_seed(cluster: Cluster, curves: Sequence[Sequence[Point]]) -> list[float]:
+    """The seconds to the target, infinite where it was not reached."""
     found = [arrival(curve, cluster.target) for curve in curves]
-    seconds = [math.inf if point is None else point.seconds for point in found]
-    median = statistics.median_high(seconds) if seconds else math.inf
+    return [math.inf if point is None else point.seconds for point in found]
+
+
+def median_seconds(by_seed: Sequence[float]) -> float | None:
+    """The median over the seeds. None if it is not finite."""
+    median = statistics.median_high(by_seed) if by_seed else math.inf
     return median if math.isfinite(median) else None
 
 

@@ -26,7 +26,8 @@ from ringmaster_dist.bench.rivals import (
 )
 
 LIGHTHOUSE = "lighthouse"  # the file with its address
-_TIMEOUT = timedelta(seconds=5)  # of one average, which begins when all are there
+_TIMEOUT = timedelta(seconds=60)  # of one average, which begins when all are there, and of their connections
+_TIMEOUT_WITH_KILLS = timedelta(seconds=5)  # the others wait this long for a replica that has died
 _LONGEST_ROUND = timedelta(seconds=600)
 _JOIN_MILLISECONDS = 2000  # the lighthouse waits this long for a replica that is missing
 
@@ -66,14 +67,18 @@ def replica(trial: Trial, index: int, folder: Path) -> None:
         other.load_state_dict(saved["other"])
         totals.update(saved["totals"])
 
+    timeout = _TIMEOUT_WITH_KILLS if trial.cluster.kill_seconds else _TIMEOUT
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=_TIMEOUT), load_state_dict=restore, state_dict=state,
-        min_replica_size=1, use_async_quorum=False, timeout=_TIMEOUT, quorum_timeout=_LONGEST_ROUND,
+        pg=ProcessGroupGloo(timeout=timeout), load_state_dict=restore, state_dict=state,
+        min_replica_size=1, use_async_quorum=False, timeout=timeout, quorum_timeout=_LONGEST_ROUND,
         rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port, hostname="127.0.0.1",
         lighthouse_addr=(folder / LIGHTHOUSE).read_text(), replica_id=f"replica_{index}", init_sync=False,
     )  # fmt: skip
     batch, sequence = member.config.problem.batch, 0
+    if not member.is_late:
+        manager.start_quorum()  # so that the replicas are connected when the clock starts
+        manager.wait_quorum()
     member.start_together()
     with DiLoCo(manager, [member.model], muon, outer, sync_every=steps[index]):
         while True:

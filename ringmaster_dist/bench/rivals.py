@@ -127,6 +127,11 @@ class Member:
         self._started = float((self.folder / _START).read_text())
 
     @property
+    def is_late(self) -> bool:
+        """Whether the trial has begun, so that this process replaces one that was killed."""
+        return (self.folder / _START).exists()
+
+    @property
     def seconds(self) -> float:
         """Since the start of the trial."""
         return time.monotonic() - self._started

@@ -17,10 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringmaster_dist.bench import machine, show, train
 from ringmaster_dist.bench.contest import (
@@ -41,6 +41,7 @@ from ringmaster_dist.bench.contest import (
     arrival,
     median_seconds,
     races,
+    seconds_by_seed,
     settings_of,
     standing,
     verdict,
@@ -49,7 +50,17 @@ from ringmaster_dist.bench.peers import descendants
 from ringmaster_dist.simulation.pool import processes
 
 Progress = Callable[[float, str], None]
-Table = tuple[Cluster, list[dict[str, Any]], str]  # its rows, and a sentence that names the quickest contender
+
+
+class Table(NamedTuple):
+    """What was found on a cluster."""
+
+    cluster: Cluster
+    rows: list[dict[str, Any]]  # of the table
+    words: str  # that name the quickest contender
+    seconds: dict[str, list[float]]  # of each seed by contender, infinite where the target was not reached
+
+
 COLUMNS = ["seconds", "x ringmaster", "updates", "rows used", "waste", "bytes", "setting"]
 _START_SECONDS = 12.0  # what a real trial takes before its clock starts and after it ends, for the estimate
 _ROWS_PER_SECOND = 2  # of metrics.jsonl, each with an evaluation
@@ -100,12 +111,15 @@ def run(
             tables = race(chosen, results, 1 if quick else seeds, line.show)
         finally:
             line.close()
-        for cluster, rows, words in tables:
+        for cluster, rows, words, _ in tables:
             show(f"time-to-loss {cluster.target:g}, {cluster.title}", ["contender", *COLUMNS], rows, as_json)
             print(words, file=sys.stderr)
         if not quick:
+            from ringmaster_dist.bench import contest_figure
+
             (kept / "tables.md").write_text(_markdown(tables, seeds))
-            print(f"files: {kept / 'tables.md'}", file=sys.stderr)
+            contest_figure.draw([(table.cluster, table.seconds) for table in tables], kept / "time-to-loss.png")
+            print(f"files: {kept / 'tables.md'}, {kept / 'time-to-loss.png'}", file=sys.stderr)
 
 
 def race(
@@ -133,10 +147,11 @@ def race(
     for cluster, named in chosen:
         trials = {each.name: [t for t in wanted if t.cluster == cluster and t.contender == each] for each in named}
         curves = {name: [results.curve(trial) for trial in own] for name, own in trials.items()}
-        medians = {name: median_seconds(cluster, own) for name, own in curves.items()}
+        seconds = {name: seconds_by_seed(cluster, own) for name, own in curves.items()}
+        medians = {name: median_seconds(own) for name, own in seconds.items()}
         rows = [{"contender": each.title, **standing(cluster, curves[each.name], medians.get(BASELINE)),
                  "setting": trials[each.name][0].words()} for each in named]  # fmt: skip
-        tables.append((cluster, rows, verdict(medians)))
+        tables.append(Table(cluster, rows, verdict(medians), seconds))
     return tables
 
 
@@ -144,29 +159,47 @@ def race(
 
 
 def _tuning(cluster: Cluster, contender: Contender) -> list[Trial]:
-    return [Trial(cluster, contender, setting, TUNING_SEED, VIRTUAL) for setting in settings_of(contender)]
+    """The trials of a grid. Those in its middle come first, because the best is likely to be there."""
+    settings = list(settings_of(contender))
+    inner = sorted(range(len(settings)), key=lambda index: abs(2 * index - len(settings) + 1))
+    return [Trial(cluster, contender, settings[index], TUNING_SEED, VIRTUAL) for index in inner]
 
 
 def _tune(pairs: Sequence[tuple[Cluster, Contender]], results: Results, progress: Progress) -> None:
-    """Plays the grids in virtual time, one trial per core. A grid of one setting needs no trial."""
-    grids = [_tuning(cluster, contender) for cluster, contender in pairs]
-    trials = {trial.key: trial for grid in grids if len(grid) > 1 for trial in grid}
-    missing = [trial for trial in trials.values() if not results.has(trial)]
+    """Plays the grids in virtual time, one trial per core. A grid of one setting needs no trial.
+
+    A trial is ended when another setting of the same contender has been at the target by that time. So the winner is
+    the same as without this rule.
+    """
+    grids = [grid for cluster, contender in pairs if len(grid := _tuning(cluster, contender)) > 1]
+    missing = list({trial.key: (trial, grid) for grid in grids for trial in grid if not results.has(trial)}.values())
     if not missing:
         return
     from ringmaster_dist.bench.rivals import fork_server
 
-    with processes(os.cpu_count() or 1, fork_server()) as pool:
-        futures = {pool.submit(_twin, trial): trial for trial in missing}
-        for number, future in enumerate(as_completed(futures)):
-            results.add(futures[future], future.result())
-            progress((number + 1) / len(missing), f"tuning in virtual time, {number + 1} of {len(missing)}")
+    total, cores = len(missing), os.cpu_count() or 1
+    running: dict[Future[list[Point]], Trial] = {}
+    with processes(cores, fork_server()) as pool:
+        while missing or running:
+            while missing and len(running) < cores:
+                trial, grid = missing.pop(0)
+                running[pool.submit(_twin, trial, _best_so_far(grid, results))] = trial
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                results.add(running.pop(future), future.result())
+            done = total - len(missing) - len(running)
+            progress(done / total, f"tuning in virtual time, {done} of {total}")
 
 
-def _twin(trial: Trial) -> list[Point]:
+def _best_so_far(grid: Sequence[Trial], results: Results) -> float:
+    """When the first of the finished trials of a grid was at the target, or the limit."""
+    points = [arrival(results.curve(trial), trial.cluster.target) for trial in grid if results.has(trial)]
+    return min([grid[0].cluster.limit_seconds, *(point.seconds for point in points if point is not None)])
+
+
+def _twin(trial: Trial, limit_seconds: float) -> list[Point]:
     from ringmaster_dist.bench import twins
 
-    return twins.play(trial)
+    return twins.play(trial, limit_seconds)
 
 
 def tuned(cluster: Cluster, contender: Contender, results: Results) -> Trial:
@@ -314,7 +347,7 @@ def _markdown(tables: Sequence[Table], seeds: int) -> str:
     """The tables for a document, with the date and the machine."""
     facts = ", ".join(f"{key} {value}" for key, value in machine().items())
     parts = [f"Made by `ringmaster bench time-to-loss` on {date.today()}, {seeds} seeds: {facts}.\n"]
-    for cluster, rows, words in tables:
+    for cluster, rows, words, _ in tables:
         parts.append(f"### {cluster.title}, to a loss of {cluster.target:g}\n")
         parts.append("| | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 1))
         parts += [

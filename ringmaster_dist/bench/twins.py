@@ -33,16 +33,16 @@ from ringmaster_dist.simulation.session import build_speeds, simulate
 _SAMPLE_SECONDS = 0.5  # between two evaluations of ours
 
 
-def play(trial: Trial) -> list[Point]:
-    """Plays a trial until its target or its limit. Returns its curve."""
+def play(trial: Trial, limit_seconds: float) -> list[Point]:
+    """Plays a trial until its target or a limit. Returns its curve."""
     torch.set_num_threads(1)
     if trial.contender.kind == OURS:
-        return _simulated(trial)
+        return _simulated(trial, limit_seconds)
     points = _diloco(trial) if trial.contender.kind == DILOCO else _synchronous(trial)
     curve = []
     for point in points:
         curve.append(point)
-        if point.loss <= trial.cluster.target or point.seconds > trial.cluster.limit_seconds:
+        if point.loss <= trial.cluster.target or point.seconds > limit_seconds:
             break
         if not math.isfinite(point.loss):
             break
@@ -57,16 +57,18 @@ class _Watch(Logger):
         self._target = target
 
     def row(self, row: MetricsRow) -> None:
-        loss = row.evaluation.get("loss", math.nan)
-        self.curve.append(Point(row.time, math.inf if loss is None else loss, row.version))
+        if "loss" in row.evaluation:  # a row without an update since the last one has no evaluation
+            loss = row.evaluation["loss"]
+            self.curve.append(Point(row.time, math.inf if loss is None else loss, row.version))
 
     def is_over(self) -> bool:
         return bool(self.curve) and (self.curve[-1].loss <= self._target or not math.isfinite(self.curve[-1].loss))
 
 
-def _simulated(trial: Trial) -> list[Point]:
-    limit, watch = trial.cluster.limit_seconds, _Watch(trial.cluster.target)
-    overrides = [*trial.our_overrides, f"budget.seconds={limit:g}", f"run.samples={round(limit / _SAMPLE_SECONDS)}",
+def _simulated(trial: Trial, limit: float) -> list[Point]:
+    watch = _Watch(trial.cluster.target)
+    samples = max(1, round(limit / _SAMPLE_SECONDS))
+    overrides = [*trial.our_overrides, f"budget.seconds={limit:g}", f"run.samples={samples}",
                  "run.trace=false", "problem.final_tokens=128"]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         directory = RunDirectory(scratch, name="twin")

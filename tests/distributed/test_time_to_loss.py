@@ -19,9 +19,9 @@ def test_ours_and_ddp_race_and_finished_trials_are_kept(tmp_path):
 
     def raced():
         results = Results(tmp_path)
-        [(_, rows, words)] = race([(cluster, [ours, ddp])], results, 1, lambda fraction, text: steps.append(text))
-        assert words.startswith(("The quickest of ours is ringmaster", "We lose here: ddp"))
-        return rows, {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+        [table] = race([(cluster, [ours, ddp])], results, 1, lambda fraction, text: steps.append(text))
+        assert table.words.startswith(("The quickest of ours is ringmaster", "We lose here: ddp"))
+        return table.rows, {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
     (first, second), kept = raced()
     assert len(kept) == 6

@@ -1,13 +1,14 @@
 """Time to loss: the arithmetic of its table, its keys and selection, and the twins that tune it."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ringmaster_dist.bench import twins
+from ringmaster_dist.bench import time_to_loss, twins
 from ringmaster_dist.bench.contest import (
     CLUSTERS,
     CONTENDERS,
@@ -107,8 +108,8 @@ def test_a_real_worker_has_a_pace_that_never_stops():
 # --- twins -------------------------------------------------------------------------------------------------------
 
 TEXT = Path(__file__).parent  # reading these files takes less time than the standard library
-WORDS = [word for word in CLUSTERS["linear32"].overrides if not word.startswith("data=")]
-SMALL = CLUSTERS["linear32"]._replace(
+WORDS = [word for word in CLUSTERS["linear8"].overrides if not word.startswith("data=")]
+SMALL = CLUSTERS["linear8"]._replace(
     workers=3, target=0.0, limit_seconds=0.5, overrides=(*WORDS, "data=text", f"data.path={TEXT}")
 )
 
@@ -116,7 +117,7 @@ SMALL = CLUSTERS["linear32"]._replace(
 def played(name, limit=0.5, **setting):
     cluster = SMALL._replace(limit_seconds=limit, overrides=(*SMALL.overrides, "cluster.jitter=0"))
     trial = Trial(cluster, CONTENDERS[name], tuple(setting.items()), 0, "virtual")
-    return trial, twins.play(trial)
+    return trial, twins.play(trial, trial.cluster.limit_seconds)
 
 
 def test_the_twin_of_ddp_is_a_step_with_the_mean_gradient():
@@ -149,3 +150,32 @@ def test_the_twin_of_diloco_waits_for_its_slowest_replica():
     assert waste(scaled[-1], 3) == pytest.approx(0.0)
     assert scaled[-1].rows == 4 * 11
     assert scaled[-1].loss < equal[-2].loss
+
+
+def test_a_trial_of_the_tuning_ends_when_it_can_no_longer_win(tmp_path, monkeypatch):
+    """A setting that would arrive later than another one is cut off there, and the winner is that of whole trials."""
+    arrives = {0.5: 9.0, 1.0: 4.0, 2.0: 7.0, 4.0: 3.0, 8.0: 30.0, 16.0: 50.0}  # seconds by factor
+    limits = {}
+
+    def played(trial, limit_seconds):
+        seconds = arrives[trial.chosen["factor"]]
+        limits[seconds] = limit_seconds
+        reached = [Point(seconds, 0.0)] if seconds <= limit_seconds else []
+        return [Point(0.0, 1.0), *reached]
+
+    monkeypatch.setattr(time_to_loss, "processes", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(time_to_loss, "_twin", played)
+    monkeypatch.setattr(time_to_loss.os, "cpu_count", lambda: 1)
+    results, cluster = time_to_loss.Results(tmp_path), SMALL._replace(limit_seconds=40.0)
+    time_to_loss._tune([(cluster, CONTENDERS["ddp"])], results, lambda *_: None)
+    assert time_to_loss.tuned(cluster, CONTENDERS["ddp"], results).chosen == {"factor": 4.0}
+    assert sorted(limits) == sorted(arrives.values())  # nobody was left out
+    assert max(limits.values()) == 40.0
+    assert limits[50.0] == 3.0  # the edge of the grid comes last
+
+
+def test_the_twin_of_ours_outlasts_a_time_without_an_update():
+    """Three workers need 1.1 s for a batch of 20, and an evaluation is due every half second. So some are empty."""
+    _, curve = played("rennala", limit=4.0, **{"method.eta": 0.01, "method.batch": 20})
+    assert [point.updates for point in curve] == [0, 1, 2, 3]
+    assert [point.loss for point in curve] == sorted((point.loss for point in curve), reverse=True)
