@@ -9,15 +9,16 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringmaster_dist.experiment import race
+from ringmaster_dist.experiment import curves
 from ringmaster_dist.experiment.plan import AUTOMATIC
 from ringmaster_dist.experiment.runner import Progress
+from ringmaster_dist.observe import style
 from ringmaster_dist.observe.records import MetricsRow, objective_of
 
 _COMMON = ("problem=nanochat", "geometry=scion", "cluster.workers=6", "cluster.profile=linear",
            "cluster.unit_seconds=0.1", "budget.seconds=20", "run.samples=40", "eval.every=1")  # fmt: skip
 _BEFORE = ("method=ringmaster", "method.threshold=8")
-_BLUE, _GREY = "#3b7dd8", "#7f8793"
+_BLUE, _GREY = style.LINES[0][0], style.SOFT
 
 
 class Side(NamedTuple):
@@ -77,39 +78,37 @@ def _objective(row: MetricsRow) -> float:
     return math.nan if value is None else value
 
 
+@style.drawing()
 def draw(before: Side, after: Side, path: Path) -> Path:
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    from ringmaster_dist.observe.report import COLOURS, draw_timeline
+    from ringmaster_dist.observe.figures import draw_timeline
     from ringmaster_dist.observe.timeline import KINDS
 
-    figure = Figure(figsize=(11.0, 6.0), layout="constrained")
+    figure = style.figure(11.0, 6.0)
     grid = figure.subplots(3, 2, width_ratios=[5, 1], height_ratios=[1, 1, 1.1])
     for (axis, bars), side in zip(grid, (before, after), strict=False):
-        draw_timeline(axis, side.run, KINDS)
+        draw_timeline(axis, side.run)
         title = f"{side.choices}: {side.num_contributing} of {len(side.useful)} machines contribute, "
-        axis.set_title("")  # it was in the middle
-        axis.set_title(f"{title}{side.wasted:.0%} of the compute is discarded", loc="left", fontsize=10)
+        axis.set_title(f"{title}{side.wasted:.0%} of the compute is discarded", fontweight="normal", fontsize=10)
         axis.text(0.0, 1.22, side.name, transform=axis.transAxes, fontsize=12, fontweight="bold")
-        axis.set_yticks(range(len(side.slowness)), [_pace(slowness) for slowness in side.slowness], fontsize=8)
+        axis.set_yticks(range(len(side.slowness)), [_pace(slowness) for slowness in side.slowness])
         axis.set_ylabel("")
         axis.tick_params(labelbottom=False)
         rows = range(len(side.useful))
-        bars.barh(rows, [100.0] * len(side.useful), color="#eceff4", height=0.7)
-        bars.barh(rows, [100.0 * share for share in side.useful], color=COLOURS["accepted"], height=0.7)
+        bars.barh(rows, [100.0] * len(side.useful), color=style.kind_colour("waiting"), height=0.7)
+        bars.barh(rows, [100.0 * share for share in side.useful], color=style.kind_colour("accepted"), height=0.7)
         bars.set(ylim=axis.get_ylim(), yticks=[], xlim=(0, 100), xticks=[0, 50, 100])
-        bars.set_title("compute that counts, %", fontsize=9)
+        bars.set_title("compute that counts, %", fontsize=10)
+        bars.grid(visible=False)
     loss, corner = grid[2]
     _draw_loss(loss, before, after)
     shown = [kind for code, kind in enumerate(KINDS) if any(_has(side, code) for side in (before, after))]
     names = {"accepted": "gradient accepted", "interrupted": "stopped early", "stale": "arrived too late"}
-    handles = [Patch(color=COLOURS[kind], label=names.get(kind, kind)) for kind in shown]
-    corner.legend(handles=handles, loc="center", fontsize=9, frameon=False)
+    handles = [Patch(color=style.kind_colour(kind), label=names.get(kind, kind)) for kind in shown]
+    corner.legend(handles=handles, loc="center")
     corner.axis("off")
-    for axis in grid.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120, facecolor="white")
+    style.save(figure, [path])
     return path
 
 
@@ -123,21 +122,20 @@ def _has(side: Side, code: int) -> bool:
 
 def _draw_loss(axis: Any, before: Side, after: Side) -> None:
     """Draws both curves, and how much sooner one of them has the loss at which the other ends."""
-    ends = {side.name: race.last(side.curve) for side in (before, after)}
+    ends = {side.name: curves.last(side.curve) for side in (before, after)}
     end, goal = before.curve[-1][0], max(ends.values())
     for side, colour in ((before, _GREY), (after, _BLUE)):
         axis.plot(*zip(*side.curve, strict=True), color=colour, lw=2)
         place = (4, 5 if ends[side.name] == goal else -5)  # in points, so that the names do not overlap
         axis.annotate(side.name, (end, side.curve[-1][1]), xytext=place, textcoords="offset points", color=colour,
                       va="center", fontsize=9, annotation_clip=False)  # fmt: skip
-    sooner = min(race.seconds_to(side.curve, goal) for side in (before, after))
+    sooner = min(curves.seconds_to(side.curve, goal) for side in (before, after))
     if sooner < 0.98 * end:
         axis.annotate("", (sooner, goal), (end, goal), arrowprops={"arrowstyle": "->", "color": "0.3"})
         axis.annotate(f"{end - sooner:.1f} s sooner", ((sooner + end) / 2, goal), xytext=(0, 6), ha="center",
                       textcoords="offset points", fontsize=9)  # fmt: skip
-    early = race.value_at(before.curve, 0.1 * end)
+    early = curves.value_at(before.curve, 0.1 * end)
     axis.set_ylim(min(ends.values()) - 0.1 * (early - goal), early)
     axis.set_xlim(0, end)
     axis.set_xlabel("seconds")
-    axis.set_ylabel("validation loss", fontsize=9)
-    axis.grid(alpha=0.25)
+    axis.set_ylabel("validation loss")

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.experiment.plan import AUTOMATIC, PROBLEMS, Job, choices
+from ringmaster_dist.experiment.plan import AUTOMATIC, PROBLEMS, Job, choices, matching, num_kept
 from ringmaster_dist.profiles import base_seconds
 
 SPEEDS = ("similar", "sublinear", "linear", "two_speeds", "change")
@@ -22,11 +21,11 @@ CHANGE_AT = 0.25  # of the budget, when the quickest quarter of the workers slow
 _SLOWER = 8  # times, for the slow quarter of two_speeds and for the workers that slow down
 SHORT = 1 / 3  # of the budget. The first look at every setting lasts this long.
 _AGNOSTIC = 25.0  # the steps of this method shrink with the updates, so its grid of eta is that much larger
-_THRESHOLDS = {8: (2, 4, 8, 16), 32: (2, 8, 32, 128)}  # by the number of workers
+_THRESHOLDS = {8: (2, 4, 8, 16), 32: (2, 8, 16, 32, 128)}  # by the number of workers
 _BATCHES = {8: (1, 2, 8), 32: (1, 4, 16)}
 _ETAS = {
-    "scion": [0.005, 0.01, 0.02, 0.04],
-    "muon": [0.5, 1.0, 2.0, 4.0],
+    "scion": [0.0025, 0.005, 0.01, 0.02, 0.04, 0.08],
+    "muon": [0.5, 1.0, 2.0, 4.0, 8.0],
     "quadratic": [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64],
 }
 # A gradient of this model takes a few milliseconds.
@@ -40,7 +39,6 @@ _PROBLEMS = {
 }
 _GRADIENTS = {"scion": 1000, "muon": 1000, "quadratic": 2000}  # that all workers together compute within the budget
 _SAMPLES = 48
-_LEAST = 2  # settings of a contender that are kept after a first look
 
 
 class Cell(NamedTuple):
@@ -80,7 +78,7 @@ class Cell(NamedTuple):
     def num_whole(self, contender: str) -> int:
         """How many settings of a contender run the whole budget."""
         settings = math.prod(map(len, self.grids[contender].values()))
-        return min(settings, max(_LEAST, math.ceil(settings / 3))) if self.is_long else settings
+        return num_kept(settings) if self.is_long else settings
 
     def drops_some(self, contender: str) -> bool:
         return self.num_whole(contender) < math.prod(map(len, self.grids[contender].values()))
@@ -123,15 +121,8 @@ class Machines(NamedTuple):
 
     def only(self, words: Sequence[str] | None) -> Machines:
         """The cells whose names have all parts of a word, such as ``linear`` or ``scion-32``; all without words."""
-        kept: list[Cell] = []
-        for word in words or [""]:
-            parts = set(filter(None, word.split("-")))
-            found = [cell for cell in self.cells if parts <= set(cell.name.split("-"))]
-            if not found:
-                names = ", ".join(cell.name for cell in self.cells)
-                raise UserError(f"regimes={','.join(words or [])}: {word!r} is no part of {names}")
-            kept += found
-        return self._replace(cells=tuple(cell for cell in self.cells if cell in kept))
+        kept = matching([cell.name for cell in self.cells], words)
+        return self._replace(cells=tuple(cell for cell in self.cells if cell.name in kept))
 
     def final(self, job: Job) -> Iterator[Job]:
         """The setting that a contender has chosen again, with other seeds than that of the tuning."""

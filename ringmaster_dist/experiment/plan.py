@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.profiles import base_seconds
+
 REGIMES = ("similar", "sublinear", "linear")
+TRAIN_LOSS = "train_loss"  # an objective: the mean loss of the accepted gradients since the point before
+EVERY_ETA = "rennala, every eta"  # a contender that the paper does not have: its grid has one eta for rennala
 AUTO = "ringmaster auto"  # a contender next to the methods: ringmaster with method.threshold=auto
 CHANGE = "change"  # a regime next to the profiles: similar workers, of which three quarters slow down in mid-run
 GEOMETRIES = ("muon", "scion", "euclidean", "sign")
@@ -39,6 +45,7 @@ AUTOMATIC = {
 # The overrides of a contender whose name is not that of a method.
 _CONTENDERS: dict[str, Sequence[str]] = {
     **{name: automatic.overrides for name, automatic in AUTOMATIC.items()},
+    EVERY_ETA: ["method=rennala"],
     ONE_ETA: ["method=ringmaster", "method.threshold=8", "geometry=scion", *_EQUAL],
     RADII: ["method=ringmaster", "method.threshold=8", "geometry=scion"],
     BASELINE: ["method=ringmaster", "method.threshold=8", "geometry=scion", "method.eta=1"],
@@ -63,6 +70,28 @@ def choices(grid: Mapping[str, Sequence[float]]) -> Iterator[tuple[str, ...]]:
         yield tuple(f"{key}={value:.10g}" for key, value in zip(grid, values, strict=True))
 
 
+def num_kept(settings: int) -> int:
+    """How many settings of a method are kept after a look at all of them: the best third, and at least two."""
+    return min(settings, max(2, math.ceil(settings / 3)))
+
+
+def matching(names: Sequence[str], words: Sequence[str] | None) -> list[str]:
+    """The names that have all parts of a word, such as ``linear`` or ``linear-32``; all without words."""
+    kept: set[str] = set()
+    for word in words or [""]:
+        parts = set(filter(None, word.split("-")))
+        found = {name for name in names if parts <= set(name.split("-"))}
+        if not found:
+            raise UserError(f"regimes={','.join(words or [])}: {word!r} is no part of {', '.join(names)}")
+        kept |= found
+    return [name for name in names if name in kept]
+
+
+def short(word: str) -> str:
+    """``embedding=60`` for ``geometry.radius.embedding=60``."""
+    return word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2]
+
+
 class Job(NamedTuple):
     """One simulated run."""
 
@@ -83,6 +112,27 @@ class Job(NamedTuple):
         chosen = [word for word in self.overrides if not word.startswith(RATE)]
         return [*self.common, *contender, *chosen, f"run.seed={self.seed}"]
 
+    def shortened(self, part: float) -> Job:
+        """The same run with this part of the virtual time, and with points at about the same times."""
+        if part == 1.0:
+            return self
+        words = dict(word.split("=", 1) for word in self.common)
+        words["budget.seconds"] = f"{part * float(words['budget.seconds']):.10g}"
+        words["run.samples"] = str(max(1, round(part * int(words["run.samples"]))))
+        return self._replace(common=tuple(f"{key}={value}" for key, value in words.items()))
+
+    @property
+    def gradients(self) -> float:
+        """About how many gradients a run of a regime such as ``linear-32`` computes.
+
+        While the quickest worker computes one, at most ``threshold`` or ``batch`` of all the others are accepted.
+        """
+        words = dict(word.split("=", 1) for word in (*self.common, *self.overrides))
+        profile, _, workers = self.regime.partition("-")
+        rate = float((1.0 / base_seconds(profile, int(workers), 1.0)).sum())
+        most = float(words.get("method.threshold") or words.get("method.batch") or math.inf)
+        return min(rate, most) * float(words["budget.seconds"]) / float(words.get("cluster.unit_seconds", 1.0))
+
     @property
     def rates(self) -> dict[str, float]:
         """The learning rates of the baseline by role. It is empty for our methods."""
@@ -90,16 +140,36 @@ class Job(NamedTuple):
         return {role: float(value) for role, value in words}
 
 
+def chosen(job: Job, grid: Mapping[str, Sequence[float]]) -> str:
+    """The choice of a job in short. A star marks the smallest and the largest value of a grid with several."""
+    words = []
+    for word in job.overrides:
+        key, _, value = word.partition("=")
+        values = grid[key]
+        is_edge = len(values) > 1 and float(value) in (float(f"{min(values):.10g}"), float(f"{max(values):.10g}"))
+        words.append(short(word) + ("*" if is_edge else ""))
+    return " ".join(words)
+
+
 class Plan(NamedTuple):
     """An experiment. ``grids`` has, for each method, the values of each of its keys."""
 
     name: str
     size: str
-    objective: str  # the column of metrics.jsonl that is drawn
+    objective: str  # the column of metrics.jsonl that is drawn, or TRAIN_LOSS
     common: tuple[str, ...]
     grids: dict[str, dict[str, list[float]]]
     regimes: tuple[str, ...]
     seeds: int
+    rungs: tuple[float, ...] = (1.0,)  # parts of the budget. After each but the last, `num_kept` settings are kept
+    gaps: tuple[float, ...] = ()  # each method is also tuned for the time to each of these
+
+    def only(self, words: Sequence[str] | None) -> Plan:
+        return self._replace(regimes=tuple(matching(self.regimes, words)))
+
+    def cost(self, job: Job) -> float:
+        """About how long a run takes, relative to others of the plan."""
+        return job.gradients if self.objective == TRAIN_LOSS else 1.0
 
     def tuning(self) -> Iterator[Job]:
         for regime in self.regimes:
@@ -113,7 +183,10 @@ class Plan(NamedTuple):
             yield job._replace(seed=seed)
 
     def _shared(self, regime: str) -> tuple[str, ...]:
-        return (*self.common, *_REGIMES.get(regime, [f"cluster.profile={regime}"]), "run.trace=false")
+        profile, _, workers = regime.partition("-")
+        named = [f"cluster.profile={profile}", *([f"cluster.workers={workers}"] if workers else [])]
+        trace = "true" if self.objective == TRAIN_LOSS else "false"  # the trace has the losses
+        return (*self.common, *_REGIMES.get(regime, named), f"run.trace={trace}")
 
 
 def quadratic(size: str, seeds: int) -> Plan:
@@ -125,7 +198,8 @@ def quadratic(size: str, seeds: int) -> Plan:
         "rennala": {"method.eta": _powers(-6, 1), "method.batch": thresholds},
         "delay_adaptive": {"method.eta": _powers(-8, -1)},
     }
-    common: tuple[str, ...] = ("experiment=paper_quadratic",)
+    common: tuple[str, ...] = ("experiment=paper_quadratic", "run.samples=1000")
+    gaps: tuple[float, ...] = (1.0, 0.1, 0.01)
     if size == "smoke":
         grids = {
             "ringmaster": {"method.eta": [0.04, 0.2], "method.threshold": [2.0, 8]},
@@ -133,31 +207,43 @@ def quadratic(size: str, seeds: int) -> Plan:
             "rennala": {"method.eta": [0.04, 0.2], "method.batch": [2.0, 8]},
             "delay_adaptive": {"method.eta": [0.0016, 0.008]},
         }
-        common = ("problem.dim=50", "cluster.workers=20", "budget.seconds=200")
-    return Plan("quadratic", size, "gap", common, grids, REGIMES, seeds)
+        common, gaps = ("problem.dim=50", "cluster.workers=20", "budget.seconds=200"), (1.0, 0.1)
+    return Plan("quadratic", size, "gap", common, grids, REGIMES, seeds, gaps=gaps)
 
 
-def nanochat(size: str, seeds: int, workers: int) -> Plan:
-    """The paper's model and grids on 8 or 32 workers. ``cpu`` is the tiny model on the standard library."""
+def nanochat(size: str, seeds: int) -> Plan:
+    """The paper's methods and grids on 8 and on 32 workers. ``cpu`` has a model whose gradients take milliseconds.
+
+    The quickest worker computes about 2000 gradients in ``cpu``, and 22000 in ``full``, as in the paper.
+    """
+    etas, sizes = _powers(-2, 1), [1.0, 2, 4, 8, 16]
     grids: dict[str, dict[str, list[float]]] = {
-        "ringmaster": {"method.eta": _powers(-2, 1), "method.threshold": [1.0, 2, 4, 8, 16]},
+        "ringmaster": {"method.eta": etas, "method.threshold": sizes},
         "ringmaster_agnostic": {"method.eta": _powers(-2, 2)},
-        "rennala": {"method.eta": [5.0], "method.batch": [1.0, 2, 4, 8, 16]},
-        "delay_adaptive": {"method.eta": _powers(-2, 1)},
+        "rennala": {"method.eta": [5.0], "method.batch": sizes},
+        "delay_adaptive": {"method.eta": etas},
+        EVERY_ETA: {"method.eta": etas, "method.batch": sizes},
     }
-    common: tuple[str, ...] = ("problem=nanochat", f"cluster.workers={workers}", "run.samples=30", "eval.every=1")
+    common: tuple[str, ...] = ("problem=nanochat", "eval.every=1")
+    rungs: tuple[float, ...] = (1 / 16, 1 / 4, 1.0)
+    regimes = tuple(f"{profile}-{n}" for n in (8, 32) for profile in REGIMES)
     if size == "full":
-        common += ("model=nanochat_d6", "data=climbmix", "cluster.unit_seconds=0.02274", "budget.seconds=500")
+        common += ("run.samples=50", "model=nanochat_d6", "data=climbmix", "cluster.unit_seconds=0.02274",
+                   "budget.seconds=500")  # fmt: skip
     elif size == "cpu":
-        common += ("model=nanochat_tiny", "data=stdlib", "cluster.unit_seconds=1", "budget.seconds=120")
+        common += ("run.samples=50", "model=nanochat_mini", "data=stdlib", "budget.seconds=2000",
+                   "problem.batch=4", "problem.validation_rows=64", "problem.final_tokens=32")  # fmt: skip
     else:
         grids = {
-            "ringmaster": {"method.eta": [1.0, 5], "method.threshold": [4.0]},
+            "ringmaster": {"method.eta": [0.2, 1.0, 5], "method.threshold": [4.0]},
+            "ringmaster_agnostic": {"method.eta": [5.0]},
             "rennala": {"method.eta": [5.0], "method.batch": [2.0]},
+            "delay_adaptive": {"method.eta": [0.2]},
         }
-        common = ("problem=nanochat", "cluster.workers=3", "run.samples=4", "eval.every=1", "budget.seconds=4",
-                  "model.n_layer=1", "model.sequence_len=32", "problem.validation_rows=4")  # fmt: skip
-    return Plan("nanochat", size, "loss", common, grids, REGIMES, seeds)
+        common += ("run.samples=8", "budget.seconds=16", "model=nanochat_mini", "problem.batch=1",
+                   "problem.validation_rows=4", "problem.final_tokens=32")  # fmt: skip
+        rungs, regimes = (1 / 2, 1.0), tuple(f"{profile}-3" for profile in REGIMES)
+    return Plan("nanochat", size, TRAIN_LOSS, common, grids, regimes, seeds, rungs)
 
 
 def auto(size: str, seeds: int) -> Plan:

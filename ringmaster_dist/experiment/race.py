@@ -7,31 +7,24 @@ reaches the target first runs again with other seeds.
 The target of a cell is the lowest loss that any contender without an automatic choice has at two thirds of the budget.
 So the best of the others reaches it, and the automatic contenders have no part in setting it.
 
-The curves are the objective at regular virtual times: the gap, or the loss on a fixed set of validation rows. They are
-smoothed by a moving average of their logarithm.
+The curves are the objective at regular virtual times: the gap, or the loss on a fixed set of validation rows. `curves`
+smooths them.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ringmaster_dist.experiment.curves import last, seconds_to, value_at
 from ringmaster_dist.experiment.machines import SHORT, Cell, Machines
 from ringmaster_dist.experiment.plan import AUTOMATIC, Job
 from ringmaster_dist.experiment.runner import Progress, Result, play_all, with_estimate
 from ringmaster_dist.simulation.pool import processes
 
 TARGET_AT = 2 / 3  # of the budget
-_REACH = 3  # points on each side, of the moving average
-
-Curve = Sequence[tuple[float, float]]  # virtual seconds, objective
-Floats = NDArray[np.float64]
 
 
 class Race(NamedTuple):
@@ -102,34 +95,3 @@ def target(cell: Cell, results: Iterable[Result]) -> float:
             value = value_at(result.curve, TARGET_AT * cell.seconds)
             by_setting.setdefault((result.job.method, result.job.overrides), []).append(value)
     return min(statistics.median_high(values) for values in by_setting.values())
-
-
-def smoothed(curve: Curve) -> tuple[Floats, Floats]:
-    """The seconds and the smoothed objective, of shape (points,) each. What is not finite is infinite, and spreads."""
-    points = np.array(sorted(dict(curve).items()))  # (points, 2), one for each time
-    values = np.where(np.isfinite(points[:, 1]), points[:, 1], math.inf)
-    logs = np.log(np.maximum(values, 1e-300))
-    means = [logs[max(0, index - _REACH) : index + _REACH + 1].mean() for index in range(len(logs))]
-    return points[:, 0], np.exp(np.array(means))
-
-
-def value_at(curve: Curve, seconds: float) -> float:
-    value = float(np.interp(seconds, *smoothed(curve)))
-    return value if math.isfinite(value) else math.inf
-
-
-def last(curve: Curve) -> float:
-    return float(smoothed(curve)[1][-1])
-
-
-def seconds_to(curve: Curve, goal: float) -> float:
-    """When the smoothed curve first is at the goal or below, interpolated between its points; infinite if never."""
-    times, values = smoothed(curve)
-    below = np.flatnonzero(values <= goal)
-    if not len(below):
-        return math.inf
-    index = int(below[0])
-    if index == 0 or not math.isfinite(values[index - 1]):
-        return float(times[index])
-    part = (values[index - 1] - goal) / (values[index - 1] - values[index])
-    return float(times[index - 1] + part * (times[index] - times[index - 1]))

@@ -8,17 +8,18 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ringmaster_dist.experiment.curves import seconds_to, smoothed
 from ringmaster_dist.experiment.machines import Cell
-from ringmaster_dist.experiment.plan import AUTOMATIC
-from ringmaster_dist.experiment.race import TARGET_AT, Race, seconds_to, smoothed, target
-from ringmaster_dist.experiment.results import short
+from ringmaster_dist.experiment.plan import AUTOMATIC, short
+from ringmaster_dist.experiment.race import TARGET_AT, Race, target
+from ringmaster_dist.observe import style
 
 LIMIT = 1.05  # an automatic contender holds in a cell if it takes at most this many times as long as the best other
 _NAMES = {"scion": "NanoChat with radii", "muon": "NanoChat, the paper's geometry", "quadratic": "quadratic"}
 _SPEEDS = {"two_speeds": "two speeds", "change": "speeds change"}
 _SHORT = {"ringmaster": "fixed R", "ringmaster_agnostic": "agnostic", "delay_adaptive": "delay-adaptive"}
 _GREYS = {"ringmaster": "s", "asynchronous": "^", "delay_adaptive": "v", "rennala": "P", "ringmaster_agnostic": "X"}
-_GOOD, _BAD, _GREY = "#1f9e89", "#d1495b", "#9aa3b2"
+_GOOD, _BAD, _GREY = style.kind_colour("accepted"), style.kind_colour("invalid"), style.SOFT
 
 
 class Standing(NamedTuple):
@@ -182,37 +183,33 @@ def _seconds(standing: Standing) -> str:
     return f"{standing.seconds:.4g}" if math.isfinite(standing.seconds) else "never"
 
 
+@style.drawing()
 def draw(race: Race, folder: Path) -> Path:
     """Draws the seconds to the target of every contender over those of the best other: a panel per problem."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     problems = list(dict.fromkeys(cell.problem for cell in race.plan.cells))
     rows = list(dict.fromkeys((cell.workers, cell.speeds) for cell in race.plan.cells))
-    size = (1.6 + 3.3 * len(problems), 1.7 + 0.36 * len(rows))
-    figure, axes = plt.subplots(1, len(problems), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure = style.figure(1.8 + 3.6 * len(problems), 1.9 + 0.36 * len(rows))
+    axes = figure.subplots(1, len(problems), sharey=True, squeeze=False)
     automatic = [name for name in AUTOMATIC if any(name in cell.grids for cell in race.plan.cells)]
     for axis, problem in zip(axes[0], problems, strict=True):
         axis.axvspan(_LEFT, LIMIT, color=_GOOD, alpha=0.1, lw=0)
         axis.axvline(1.0, color="0.4", lw=1)
         for cell in (cell for cell in race.plan.cells if cell.problem == problem):
             _draw_cell(axis, race, cell, rows.index((cell.workers, cell.speeds)), automatic)
-        axis.set_title(_NAMES[problem], fontsize=10)
+        axis.set_title(_NAMES[problem])
         axis.set_xscale("log")
         axis.set_xlim(_LEFT, _RIGHT)
-        ticks = [0.7, 0.8, 0.9, 1.0, 1.2, 1.5, _NEVER]
-        axis.set_xticks(ticks, [*(f"{tick:g}" for tick in ticks[:-1]), "never"], fontsize=8)
+        ticks = [0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, _NEVER]
+        axis.set_xticks(ticks, [*(f"{tick:g}" for tick in ticks[:-1]), "never"])
         axis.xaxis.minorticks_off()
-        axis.grid(axis="x", alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(visible=False, axis="y")
     names = [f"{workers} workers, {_SPEEDS.get(speeds, speeds)}" for workers, speeds in rows]
-    axes[0][0].set_yticks(range(len(rows)), names, fontsize=9)
+    axes[0][0].set_yticks(range(len(rows)), names)
     axes[0][0].set_ylim(len(rows) - 0.5, -0.5)
-    figure.supxlabel("seconds to the target loss, relative to the best method tuned for the cell", fontsize=9)
+    figure.supxlabel("seconds to the target loss, relative to the best method tuned for the cell")
     others = [name for name in _GREYS if any(name in cell.grids for cell in race.plan.cells)]
     handles: list[Any] = [
         Line2D([], [], ls="", marker=_MARKERS[index], ms=8, color=_GOOD, label=name)
@@ -222,14 +219,13 @@ def draw(race: Race, folder: Path) -> Path:
     handles += [
         Line2D([], [], ls="", marker=_GREYS[n], ms=5, color=_GREY, label=f"{_SHORT.get(n, n)}, tuned") for n in others
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="outside upper center", ncols=4)
     path = folder / "machines.png"
-    figure.savefig(path, dpi=150, facecolor="white")
-    plt.close(figure)
+    style.save(figure, [path])
     return path
 
 
-_LEFT, _NEVER, _RIGHT = 0.62, 1.9, 2.05  # of the axis of ratios
+_LEFT, _NEVER, _RIGHT = 0.38, 1.9, 2.05  # of the axis of ratios
 _MARKERS = ("o", "D", "*", "h")  # of the automatic contenders
 
 

@@ -31,7 +31,10 @@ def gradient_times(given: Mapping[str, str], gpus: bool, config: Config) -> tupl
     elif "file" in given:
         times, what = read_profile(Path(given["file"]), "file").seconds, given["file"]
     elif "run" in given:
-        times, what = _times_of_run(Path(given["run"])), f"the workers of {given['run']}"
+        from ringmaster_dist.observe.run_files import belong_together
+
+        with belong_together(Path(given["run"])):
+            times, what = _times_of_run(Path(given["run"])), f"the workers of {given['run']}"
     elif gpus:
         times, what = list(GPU_GRADIENT_SECONDS.values()), "the paper's GPUs"
     else:

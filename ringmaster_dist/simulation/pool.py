@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+
+from ringmaster_dist.signals import ctrl_c_is_ours
 
 
 @contextmanager
@@ -18,7 +20,8 @@ def processes(number: int, context: ForkServerContext | None = None) -> Iterator
     After an error, Ctrl+C or SIGTERM they end at once, in the middle of a job.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ctrl_c_is_ours():
+        forkserver.ensure_running()
     with ProcessPoolExecutor(number, mp_context=context or multiprocessing.get_context("forkserver")) as pool:
         try:
             yield pool

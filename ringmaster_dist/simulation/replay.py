@@ -22,7 +22,7 @@ import torch
 from ringmaster_dist import devices
 from ringmaster_dist.algorithm.rows import RowsChange
 from ringmaster_dist.config.build import build_core, build_layout, build_problem, build_wire, rows_of
-from ringmaster_dist.config.compose import from_yaml
+from ringmaster_dist.config.compose import config_text, from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import OWN_CODE, Config
 from ringmaster_dist.observe.records import Member, Term
@@ -95,13 +95,13 @@ class _Computed(NamedTuple):
         return gradient_in_turn(self.problem, self.ranks, iterate, seed, self.worker, self.sequence, self.rows)
 
 
-def replay(directory: Path) -> Outcome:
-    """Raises `UserError` where the directory does not hold a finished real run."""
+def replay(directory: Path, progress: Callable[[float, str], None] = lambda fraction, text: None) -> Outcome:
+    """Raises `UserError` where the directory does not hold a finished real run. ``progress`` is called at arrivals."""
     for name in (CONFIG, TRACE, MEMBERS, TERMS, FINAL):
         if not (directory / name).exists():
             raise UserError(f"{directory} has no {name}: replay needs the directory of a finished ringmaster train")
     files = RunFiles(directory, complete=True)
-    config = from_yaml(files.read(CONFIG))
+    config = from_yaml(config_text(directory / CONFIG), str(directory / CONFIG))
     problem = build_problem(config)
     arrivals, members, terms = files.arrivals(), files.members(), files.terms()
     make_core = partial(build_core, config, problem, directory)
@@ -118,6 +118,7 @@ def replay(directory: Path) -> Outcome:
     assigned: list[list[object]] = []  # the changes of rows
     torch.set_num_threads(config.cluster.threads)  # as the workers; the bits depend on it
     for index, arrival in enumerate(arrivals):
+        progress(index / len(arrivals), f"arrival {index:,} of {len(arrivals):,}  version {core.version:,}")
         while next_member < len(members) and members[next_member].pushes <= index:
             torch.set_num_threads(config.server.compute_threads)  # a departure may complete a round
             _apply(core, members[next_member])
@@ -154,9 +155,10 @@ def replay(directory: Path) -> Outcome:
         receipt = core.push(worker, sequence, named, gradient, arrival.term, arrival.compute_seconds, arrival.rows)
         torch.set_num_threads(config.cluster.threads)
         assigned += [list(change) for change in core.rows.changes()] if core.rows is not None else []
-        recorded = (arrival.verdict.value, arrival.delay, arrival.version)
-        if (receipt.verdict.value, receipt.delay, receipt.version) != recorded:
-            message = f"arrival {index} was {recorded}, the replay says {tuple(receipt)}"
+        recorded, found = ((a.verdict.value, a.delay, a.version) for a in (arrival, receipt))
+        if found != recorded:
+            was, says = ("{} with delay {} at version {}".format(*one) for one in (recorded, found))
+            message = f"arrival {index} was {was}, and the replay says {says}"
             return Outcome(False, core.version, index, message)
         if arrival.lost_version is None and not agreement.of_losses(arrival.loss, loss):
             return Outcome(

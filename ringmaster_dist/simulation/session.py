@@ -14,6 +14,7 @@ from ringmaster_dist.config.build import build_core, build_problem
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.closing import STOPPED_BY_USER
 from ringmaster_dist.observe.divergence import Divergence
 from ringmaster_dist.observe.loggers import Logger
 from ringmaster_dist.observe.measures import smoothed_loss
@@ -24,6 +25,7 @@ from ringmaster_dist.observe.run_files import METRICS, ROWS, THRESHOLDS
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
 from ringmaster_dist.protocol import Receipt
 from ringmaster_dist.server.core import ServerCore
+from ringmaster_dist.signals import unless_stopped
 from ringmaster_dist.simulation.simulator import Simulator, Stalled
 from ringmaster_dist.simulation.speeds import Phase, Rates, Speeds
 
@@ -52,7 +54,7 @@ class Recorder:
         self._arrivals = 0
         self.train_loss: float | None = None  # smoothed
         self._every, self._next_evaluation = config.eval.every, 0
-        self._value: dict[str, float] = {}
+        self.last_evaluation: dict[str, float] = {}  # empty before the first
         self.divergence, self._eta = Divergence(problem.objective), config.method.eta
 
     def arrival(
@@ -82,8 +84,9 @@ class Recorder:
         due = self._problem.quick_to_evaluate or core.version >= self._next_evaluation
         if due:
             self._next_evaluation = core.version + self._every
-            self._value = self._problem.evaluate(core.snapshot.iterate)
-        evaluation, threshold = self._value if due else {}, core.method.threshold(core.version)
+            found = unless_stopped(lambda: self._problem.evaluate(core.snapshot.iterate))
+            due, self.last_evaluation = found is not None, self.last_evaluation if found is None else found
+        evaluation, threshold = self.last_evaluation if due else {}, core.method.threshold(core.version)
         if self.divergence.look(evaluation, self.train_loss, core.accepted):
             log.warning("simulation v=%d: %s", core.version, self.divergence.words(self._eta))
         row = MetricsRow(
@@ -108,7 +111,7 @@ class Recorder:
     def _report(self, time: float, version: int) -> None:
         by_seconds = time / (self._budget.seconds or math.inf)
         by_updates = version / (self._budget.updates or math.inf)
-        value = self._value.get(self._problem.objective, math.nan)
+        value = self.last_evaluation.get(self._problem.objective, math.nan)
         text = f"{time:,.0f} s  version {version:,}  {self._problem.objective} {value:.4g}"
         self._progress(min(1.0, max(by_seconds, by_updates)), text)
 
@@ -176,10 +179,14 @@ def simulate(
         recorder.close()
     if stuck.found:
         recorder.divergence.give_up()
-    ended = "diverged" if stuck.found else "stopped by the user" if should_stop() else "budget"
+    ended = "diverged" if stuck.found else STOPPED_BY_USER if should_stop() else "budget"
     at_the_end = ended == "budget"
     iterate = core.snapshot.iterate
-    evaluation = evaluate_at_the_end(problem, iterate) if at_the_end else problem.evaluate(iterate)
+    evaluation = unless_stopped(
+        lambda: evaluate_at_the_end(problem, iterate) if at_the_end else problem.evaluate(iterate)
+    )
+    if evaluation is None:
+        at_the_end, evaluation = False, recorder.last_evaluation
     recorder.divergence.look(evaluation, recorder.train_loss, core.accepted)
     summary = _summary(config, evaluation, core, speeds, simulator, ended, time.perf_counter() - began)
     summary.diverged, summary.evaluated_on = recorder.divergence.diverged, evaluated_on(problem, at_the_end=at_the_end)
@@ -230,6 +237,7 @@ def _summary(
     workers = {
         worker: WorkerSummary(
             base_seconds=float(speeds.base[worker]),
+            gradient_seconds=float(simulator.used_seconds[worker]) / max(1, core.workers[worker].accepted),
             interrupted=int(interrupted[worker]),
             used_seconds=float(simulator.used_seconds[worker]),
             wasted_seconds=float(simulator.wasted_seconds[worker]),

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ringmaster_dist.problems import Problem, gradient_of, never
+from ringmaster_dist.problems import Interrupted, Problem, gradient_of
 from ringmaster_dist.protocol import Receipt, Snapshot
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.simulation.arrivals import IDLE, Arrivals
@@ -127,7 +127,10 @@ class Simulator:
             if arrival.time > self._next_sample_seconds:
                 self._sample_up_to(arrival.time)
             self.now = arrival.time
-            self._deliver(arrival.worker, arrival.sequence)
+            try:
+                self._deliver(arrival.worker, arrival.sequence)
+            except Interrupted:  # nothing was delivered yet, and the loop ends
+                arrivals.put_back(arrival)
 
     def _deliver(self, worker: int, sequence: int) -> None:
         core, now = self.core, self.now
@@ -162,7 +165,7 @@ class Simulator:
         assert self._wanted is not None, "the iterate of an accepted gradient was forgotten"
         iterate, worker, sequence = self._wanted
         rows = int(self._row_counts[worker])
-        gradient, self._loss = gradient_of(self.problem, iterate, self._seed, worker, sequence, never, rows)
+        gradient, self._loss = gradient_of(self.problem, iterate, self._seed, worker, sequence, self._should_stop, rows)
         return gradient.detach() if gradient.requires_grad else gradient
 
     def _version_advanced(self, previous: int) -> None:

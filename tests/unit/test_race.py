@@ -6,7 +6,7 @@ import pytest
 
 from ringmaster_dist.config.compose import load
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.experiment import before_after, race, standings
+from ringmaster_dist.experiment import before_after, curves, race, standings
 from ringmaster_dist.experiment.machines import SPEEDS, Cell, machines
 from ringmaster_dist.experiment.plan import AUTO, PROBLEMS
 from ringmaster_dist.experiment.runner import Result
@@ -26,19 +26,19 @@ def falling(speed, seconds=60, points=60):
 
 def test_a_curve_reaches_a_loss_between_its_points_or_never():
     curve = falling(0.02)
-    assert race.seconds_to(curve, math.exp(-0.02 * 17)) == pytest.approx(17)
+    assert curves.seconds_to(curve, math.exp(-0.02 * 17)) == pytest.approx(17)
     between = (math.exp(-0.02 * 17) + math.exp(-0.02 * 18)) / 2
-    assert race.seconds_to(curve, between) == pytest.approx(17.5)
-    assert race.value_at(curve, 17.5) == pytest.approx(between)
-    assert race.seconds_to(curve, math.exp(-2)) == math.inf
+    assert curves.seconds_to(curve, between) == pytest.approx(17.5)
+    assert curves.value_at(curve, 17.5) == pytest.approx(between)
+    assert curves.seconds_to(curve, math.exp(-2)) == math.inf
     broken = [(time, math.nan if time > 30 else value) for time, value in curve]  # it diverged
-    assert race.seconds_to(broken, math.exp(-0.02 * 20)) == pytest.approx(20)
-    assert race.seconds_to(broken, math.exp(-0.02 * 40)) == race.last(broken) == math.inf
+    assert curves.seconds_to(broken, math.exp(-0.02 * 20)) == pytest.approx(20)
+    assert curves.seconds_to(broken, math.exp(-0.02 * 40)) == curves.last(broken) == math.inf
 
 
 def test_noise_does_not_decide_when_a_loss_is_reached():
     lucky = [(time, value * (0.9 if time == 10 else 1.0)) for time, value in falling(0.02)]
-    assert race.seconds_to(lucky, math.exp(-0.02 * 15)) == pytest.approx(15, abs=1)
+    assert curves.seconds_to(lucky, math.exp(-0.02 * 15)) == pytest.approx(15, abs=1)
 
 
 @pytest.fixture
