@@ -147,6 +147,9 @@ def build_rows(config: Config, progress: Callable[[float, str], None] = lambda f
         raise UserError(str(error)) from error
     except Mistake as error:
         raise UserError(f"{source_of(config)}: the tokens cannot be made: {error}") from error
+    except OSError as error:
+        where, why = cache_folder(config), error.strerror or error
+        raise UserError(f"data.cache={where}: prepared rows cannot be kept there ({why}): choose another") from error
 
 
 def build_recipe(config: Config, progress: Callable[[float, str], None] = lambda fraction, text: None) -> Recipe:

@@ -7,7 +7,6 @@ dataclasses once. Only `cli`, `runtime` and `config` handle a DictConfig.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Sequence
 from functools import cache
@@ -21,9 +20,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from yaml import YAMLError
 
 from ringmaster_dist.config import recipe
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.overrides import check_forms, first_line, hint, refuse_plus
 from ringmaster_dist.config.schema import (
     AUTO,
     BETA,
@@ -36,15 +37,16 @@ from ringmaster_dist.config.schema import (
     Config,
     suggested_eta,
 )
+from ringmaster_dist.config.sizes import refuse_too_many_simulated
 from ringmaster_dist.config.validate import refusal, validate
 
 # A resumed run may change these sections,
 _MAY_CHANGE = ("budget", "cluster", "server", "worker", "checkpoint", "logger")
 # except these, on which the bits depend
 _MAY_NOT = ("cluster.batch", "cluster.batch_min", "cluster.batch_max", "cluster.threads", "server.compute_threads")
-_RENAMED = {"decay_updates": "decay", "warmup_updates": "warmup"}  # they were numbers of updates and are fractions now
 _OF_A_CHECKOUT = {"model": DEPTH, "geometry": "nanochat"}  # the choices that suit problem=nanochat_checkout
-_OF_THE_CALL = ("run.dir", "run.overwrite")  # these do not change what is computed
+_OF_A_RESUME = ("run.report", "watch", "watch_port", "watch_metrics")  # these do not change what is computed
+_OF_THE_CALL = ("run.dir", "run.overwrite", *_OF_A_RESUME)  # nor do these
 
 
 def config_dir() -> Path:
@@ -64,20 +66,19 @@ def groups() -> dict[str, list[str]]:
 
 def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     """The composed configuration, not yet checked. Raises `UserError` with one helpful line."""
-    for override in overrides:
-        if override.startswith("=") or ("=" not in override and not override.startswith("~")):
-            raise UserError(f"{override!r} is not an override: write key=value, such as method.eta=0.1")
-        _refuse_renamed(override)
+    check_forms(overrides, groups())
     # A problem of the user's own may take any argument, so Hydra has to add the key.
-    overrides = [f"++{word}" if word.startswith("problem.args.") else word for word in overrides]
-    overrides = [*_companions(overrides), *map(_with_home, overrides)]
+    words = [word.lstrip("+") for word in overrides]  # `refuse_plus` comes later, so that a typo is named first
+    words = [f"++{word}" if word.startswith("problem.args.") else word for word in words]
+    words = [*_companions(words), *map(_with_home, words)]
     try:
-        composed = _compose(overrides, name)
+        composed = _compose(words, name)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(error, overrides, name)) from error
-    unknown = _unknown_key(overrides, composed, name)
+        raise UserError(_explain(error, words, name)) from error
+    unknown = _unknown_key(words, composed, name)
     if unknown:
         raise UserError(unknown)
+    refuse_plus(overrides)
     if composed.problem.get("path"):  # the run's processes, and a replay, may have another working directory
         composed.problem.path = str(Path(composed.problem.path).resolve())
     for choice in recipe_of(composed, overrides):
@@ -109,15 +110,27 @@ def _companions(overrides: Sequence[str]) -> list[str]:
 
 def load(overrides: Sequence[str]) -> Config:
     """The configuration of a simulation, typed and checked."""
-    return to_typed(compose(overrides))
+    config = to_typed(compose(overrides))
+    refuse_too_many_simulated(config)
+    return config
 
 
-def from_yaml(text: str) -> Config:
+def from_yaml(text: str, source: str = "the configuration of the run") -> Config:
     """The configuration of a real run, from the text in its directory."""
-    composed = OmegaConf.create(text)
-    if not isinstance(composed, DictConfig):
-        raise UserError("the configuration is not a YAML mapping")
-    return to_typed(_completed(composed), real_time=True)
+    return to_typed(_completed(_parsed(text, source)), real_time=True)
+
+
+def _parsed(text: str, source: str) -> DictConfig:
+    """A configuration that an earlier process has written. Raises `UserError` if the text is damaged."""
+    try:
+        composed: Any = OmegaConf.create(text)
+        choices = [composed[group].name for group in ("problem", "method", "geometry")]
+    except (YAMLError, OmegaConfBaseException, AssertionError, AttributeError, LookupError, TypeError, ValueError):
+        choices = [None]
+    if not all(isinstance(choice, str) for choice in choices):
+        raise UserError(f"{source} is not the configuration of a run: it is damaged, or another program's")
+    assert isinstance(composed, DictConfig)
+    return composed
 
 
 def _completed(composed: DictConfig) -> DictConfig:
@@ -141,46 +154,49 @@ def _fill(section: DictConfig, **defaults: float) -> None:
             section[key] = value
 
 
-def _refuse_renamed(override: str) -> None:
-    key, _, value = override.lstrip("+~").partition("=")
-    section, _, name = key.partition(".")
-    if section == "method" and name in _RENAMED:
-        new = _RENAMED[name]
-        raise UserError(
-            f"{override}: the key is method.{new} now, a fraction of budget.updates: "
-            f"method.{new}=0.5 means half of them, where {name} took a number such as {value}"
-        )
-
-
 def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
     """The configuration of the run in a directory, with the overrides that a resumed run may have."""
     path = directory / "config.yaml"
     if not path.is_file():
         raise UserError(f"resume={directory}: there is no run in it (no config.yaml)")
     composed = _load(path)
+    check_forms(overrides, groups())
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         for override in parsed:
             key = override.get_key_element()
             if key == "resume":
                 continue
-            if key == "watch":
-                composed.watch = override.value()
-                continue
-            if key.partition(".")[0] not in _MAY_CHANGE or "." not in key or key in _MAY_NOT:
-                allowed = ", ".join(f"{section}.*" for section in _MAY_CHANGE)
+            if key not in KEYS:
+                raise UserError(f"{key}: there is no such key{hint(key, list(KEYS))}".rstrip("; "))
+            if not _may_change(key):
+                allowed = ", ".join([*(f"{section}.*" for section in _MAY_CHANGE), *_OF_A_RESUME])
                 raise UserError(f"{key}: a run is resumed as it began; with resume only {allowed} may change")
             OmegaConf.update(composed, key, override.value(), force_add=True)
     except HydraException as error:
-        raise UserError(_first_line(error)) from error
+        raise UserError(first_line(error)) from error
     _check_schedule(directory, _load(path), composed)
     return composed
 
 
+def _may_change(key: str) -> bool:
+    section, dot, _ = key.partition(".")
+    return key in _OF_A_RESUME or (bool(dot) and section in _MAY_CHANGE and key not in _MAY_NOT)
+
+
 def _load(path: Path) -> DictConfig:
-    loaded = OmegaConf.load(path)
-    assert isinstance(loaded, DictConfig)
-    return _completed(loaded)
+    return _completed(_parsed(config_text(path), str(path)))
+
+
+def config_text(path: Path) -> str:
+    """The text of a config.yaml. Raises `UserError` if it was cut, because the rest would be taken for defaults.
+
+    Damaged bytes are replaced. They are no YAML, or a value that is refused later.
+    """
+    text = path.read_text(errors="replace")
+    if text and not text.endswith("\n"):
+        raise UserError(f"{path} is not the configuration of a run: its last line is cut")
+    return text
 
 
 def _check_schedule(directory: Path, before: DictConfig, composed: DictConfig) -> None:
@@ -201,7 +217,7 @@ def same_run(directory: Path, composed: DictConfig) -> None:
     before = _load(directory / "config.yaml")
     then, now = _with_types(before), _with_types(composed)  # with the keys that an earlier version did not write
     for key in (name for name in KEYS if name.count(".") == 1):  # watch, resume and init belong to the call
-        if (key.partition(".")[0] in _MAY_CHANGE and key not in _MAY_NOT) or key in _OF_THE_CALL:
+        if _may_change(key) or key in _OF_THE_CALL:
             continue
         old, new = OmegaConf.select(then, key), OmegaConf.select(now, key)
         if old != new:
@@ -215,9 +231,8 @@ def same_run(directory: Path, composed: DictConfig) -> None:
 
 def begun_from(directory: Path) -> str | None:
     """The value of ``init`` when the run in a directory began."""
-    before = OmegaConf.load(directory / "config.yaml")
-    assert isinstance(before, DictConfig)
-    return cast("str | None", before.get("init"))
+    path = directory / "config.yaml"
+    return cast("str | None", _parsed(config_text(path), str(path)).get("init"))
 
 
 def to_typed(composed: DictConfig, *, real_time: bool = False) -> Config:
@@ -250,12 +265,12 @@ def _where(error: OmegaConfBaseException, composed: DictConfig) -> str:
     if key in KEYS and not isinstance(error, InterpolationResolutionError):
         return refusal(key, OmegaConf.select(composed, key), KEYS[key])
     if key:
-        return f"{error.full_key}: {_first_line(error)}"
+        return f"{error.full_key}: {first_line(error)}"
     for key in KEYS:
         inner = [name for name in KEYS if name.rpartition(".")[0] == key]
         if inner and not OmegaConf.is_config(OmegaConf.select(composed, key, default=composed)):
             return f"{key} has keys of its own and takes no value: {', '.join(inner)}"
-    return _first_line(error)
+    return first_line(error)
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
@@ -263,7 +278,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise UserError(_first_line(error)) from error
+        raise UserError(first_line(error)) from error
     choices = []
     for override in parsed:
         if override.is_sweep_override():
@@ -309,41 +324,25 @@ def _command(name: str) -> str:
 
 
 def _explain(error: Exception, overrides: Sequence[str], name: str) -> str:
-    """Why Hydra refused: a choice or a key that does not exist, else what Hydra says."""
+    """Why Hydra refused: a key that does not exist, else what Hydra says."""
     known_groups = groups()
-    choices = []
-    for override in overrides:
-        group, _, choice = override.lstrip("+").partition("=")
-        if group in known_groups:
-            options = known_groups[group]
-            if choice not in options:
-                return f"{override}: there is no such {group}{_hint(choice, options)}known: {', '.join(options)}"
-            choices.append(override)
-    return _unknown_key(overrides, _compose(choices, name), name) or _first_line(error)
+    choices = [word for word in overrides if word.partition("=")[0] in known_groups]
+    return _unknown_key(overrides, _compose(choices, name), name) or first_line(error)
 
 
 def _unknown_key(overrides: Sequence[str], composed: DictConfig, name: str) -> str:
     """A line about the first override of a key that does not exist here; empty if there is none."""
     known, known_groups = _known_keys(composed, name), groups()
     for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
+        key = override.lstrip("+").partition("=")[0]
         if key in known or key in known_groups or (key.startswith("problem.args.") and "problem.args" in known):
             continue
         declared, section, group = KEYS.get(key), key.rpartition(".")[0], key.partition(".")[0]
         if declared is not None and declared.command not in ("", _command(name)):
             return f"{key}: only ringmaster {declared.command} has this key"
         where = f" with {group}={composed[group].name}" if group in known_groups else ""
-        hint = _hint(key, known) if declared is None else "; "
+        question = hint(key, known) if declared is None else "; "
         siblings = [other.removeprefix(f"{section}.") for other in known if other.rpartition(".")[0] == section]
         listing = f"known: {', '.join(siblings)}" if siblings else ""
-        return f"{key}: there is no such key{where}{hint}{listing}".rstrip("; ")
+        return f"{key}: there is no such key{where}{question}{listing}".rstrip("; ")
     return ""
-
-
-def _hint(word: str, candidates: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, candidates, n=1)
-    return f"; did you mean {close[0]}? " if close else "; "
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

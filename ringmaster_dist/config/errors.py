@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from ringmaster_dist.errors import Mistake
+from ringmaster_dist.signals import Stopped
 
 
 class UserError(Exception):
@@ -19,7 +20,10 @@ def warn(text: str) -> None:
 
 
 def exit_code_of(work: Callable[[], int], *, is_quiet: bool = False) -> int:
-    """Does the work of a process. A mistake is one line on stderr, unless ``is_quiet``, and exit code 2."""
+    """Does the work of a process. A mistake is one line on stderr, unless ``is_quiet``, and exit code 2.
+
+    A signal is one line and exit code 130 or 143.
+    """
     try:
         code = work()
         sys.stdout.flush()  # so that a closed pipe is noticed here and not when the interpreter exits
@@ -28,9 +32,9 @@ def exit_code_of(work: Callable[[], int], *, is_quiet: bool = False) -> int:
         if not is_quiet:
             print(f"ringmaster: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("ringmaster: stopped", file=sys.stderr)
-        return 130
+        return error.exit_code if isinstance(error, Stopped) else 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout once more
         return 0

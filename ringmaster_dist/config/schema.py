@@ -23,7 +23,7 @@ TEXT_PROBLEMS = ("nanochat", CHECKOUT)  # they train on rows of tokens
 OWN_CODE = ("python", CHECKOUT)  # they import code of the user's, which a worker has to allow
 DEPTH = "nanochat_depth"  # the model whose sizes follow from a depth
 _WANDB = ("wandb", "wandb_offline")
-_MODELS = ("nanochat_tiny", "nanochat_d6", "nanochat_d12")  # they name every size
+_MODELS = ("nanochat_mini", "nanochat_tiny", "nanochat_d6", "nanochat_d12")  # they name every size
 _CONSTANT_MOMENTUM = tuple(name for name in METHODS if name != "ringmaster_agnostic")
 _OLD_RUNS = ("version 0.2",)  # no choice has this name: such keys are only read, from the directories of old runs
 
@@ -336,6 +336,10 @@ class CheckpointConfig:
     every: int | None = key(
         100, "A checkpoint is written each time this many updates were made; null writes only the last.", least=1)
     keep: int = key(3, "This many of the newest checkpoints are kept.", least=1)
+    mirror: str | None = key(
+        None, "Checkpoints are also copied to this URL, such as s3://bucket/run. resume=URL resumes from it elsewhere.")
+    mirror_seconds: float = key(60.0, "At its end a run waits this long for the copy of its last checkpoint.", least=0)
+    best: bool = key(True, "best.safetensors keeps the weights of the lowest evaluation; false writes no such file.")
 
 
 @dataclass
@@ -356,12 +360,18 @@ class Config:
     logger: LoggerConfig = section(LoggerConfig)
     simulation: SimulationConfig = section(SimulationConfig, command="simulate")
     watch: bool = key(False, "true serves a page on this machine that shows the run while it lasts.", command="train")
+    watch_port: int = key(0, "With watch=true, the page is at this port; 0 takes a free one.", least=0, most=65535,
+                          command="train")
+    watch_metrics: bool = key(
+        False, "true, with watch=true, also answers /metrics (for Prometheus) and /healthz at the port of the page.",
+        command="train")
     server: ServerConfig = section(ServerConfig, command="train")
     worker: WorkerConfig = section(WorkerConfig, command="train")
     wire: WireConfig = section(WireConfig, command="train")
     checkpoint: CheckpointConfig = section(CheckpointConfig, command="train")
     resume: str | None = key(
-        None, "The run in this directory is resumed; auto means the run in run.dir, if there is one; see --help.",
+        None, "The run in this directory, or at this URL, is resumed; auto means the run in run.dir, if there is one; "
+        "see --help.",
         command="train")
 # fmt: on
 

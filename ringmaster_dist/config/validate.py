@@ -35,6 +35,9 @@ def validate(config: Config, *, real_time: bool = False) -> None:
     _check_method(config)
     _check_local(config)
     _check_overlap(config)
+    if not config.watch and (config.watch_metrics or config.watch_port):
+        name = "watch_metrics=true" if config.watch_metrics else f"watch_port={config.watch_port}"
+        raise UserError(f"{name}: nothing is served without watch=true: add it, or leave {name} out")
 
 
 def _check_values(section: Any, prefix: str) -> None:

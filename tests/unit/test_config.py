@@ -13,10 +13,21 @@ from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, Ramped
 from ringmaster_dist.config.build import build_core, build_method, build_model_config, build_problem
-from ringmaster_dist.config.compose import compose, config_dir, expand, from_yaml, groups, load
+from ringmaster_dist.config.compose import (
+    begun_from,
+    compose,
+    config_dir,
+    continued,
+    expand,
+    from_yaml,
+    groups,
+    load,
+    to_typed,
+)
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import KEYS, Config
+from ringmaster_dist.config.sizes import refuse_too_many_processes
 from ringmaster_dist.problems.quadratic import Quadratic
 
 
@@ -40,7 +51,7 @@ def own(seed, device, dim):
 @pytest.mark.parametrize("model", groups()["model"])
 def test_every_model_can_be_made(model):
     built = build_model_config(load(["problem=nanochat", f"model={model}"]))
-    assert built.n_layer in (4, 6, 12)
+    assert built.n_layer in (1, 4, 6, 12)
 
 
 def test_the_groups_agree_with_the_names_in_the_code():
@@ -152,6 +163,19 @@ def test_printed_configuration_loads_back():
         (["server.port=1"], ["server.port", "only ringmaster train"]),
         (["+method.batch=3"], ["method.batch", "method=ringmaster"]),
         (["+foo=1"], ["foo", "no such key"]),
+        (["+method.eta=1"], ["+method.eta=1", "write method.eta=1"]),
+        (["++method.etta=1"], ["method.etta", "did you mean method.eta?"]),
+        (["+experiment=nanochat_local"], ["write experiment=nanochat_local"]),
+        (["experiment=nanochat_locl"], ["did you mean nanochat_local?", "paper_quadratic"]),
+        (["experiment=null"], ["experiment=null", "nanochat_local"]),
+        (["method=null"], ["method=null", "rennala"]),
+        (["~method"], ["~method", "method=NAME", "rennala"]),
+        (["~problem.dim"], ["~problem.dim", "cannot be removed"]),
+        (["hydra.run.dir=/tmp/x"], ["hydra.run.dir=/tmp/x", "run.dir=DIR"]),
+        (["hydra/job_logging=none"], ["hydra/job_logging=none"]),
+        (["method.eta=0.1,0.2"], ["method.eta=0.1,0.2", "-m"]),
+        (["method=ringmaster,rennala"], ["method=ringmaster,rennala", "-m"]),
+        (["cluster.workers=100000000000"], ["cluster.workers=100000000000", "TB of memory", "at most"]),
         (["budget.seconds=${no.such}"], ["budget.seconds", "no.such"]),
         (["cluster.profile=none"], ["cluster.profile=none", "linear"]),
         (["cluster.jitter=-0.1"], ["cluster.jitter=-0.1"]),
@@ -198,6 +222,44 @@ def test_mistakes_are_reported_in_one_line(overrides, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_more_workers_than_the_memory_holds_are_refused():
+    config = to_typed(compose(["cluster.workers=1000000"], "train"), real_time=True)
+    with pytest.raises(UserError, match=r"cluster.workers=1000000: so many processes .* 60 TB .* at most [0-9]+, or"):
+        refuse_too_many_processes(config)
+    config.cluster.local_workers = 1  # the others come from elsewhere
+    refuse_too_many_processes(config)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- 1\n", "method: {name: ringmaster\n", "problem: 3\n", "\x00\n", "7\n", "method: ${a.b}\n"]
+)
+def test_a_damaged_configuration_is_one_line(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    for read in (lambda: from_yaml(text), lambda: continued(tmp_path, []), lambda: begun_from(tmp_path)):
+        with pytest.raises(UserError, match="is not the configuration of a run"):
+            read()
+
+
+def test_a_cut_configuration_is_not_completed_with_defaults(tmp_path):
+    whole = annotated(compose(["checkpoint.every=7"], "train")) + "\n"
+    (tmp_path / "config.yaml").write_text(whole[: whole.index("checkpoint:") - 5])
+    with pytest.raises(UserError, match="its last line is cut"):
+        continued(tmp_path, [])
+
+
+def test_a_resumed_run_takes_what_does_not_change_it(tmp_path):
+    (tmp_path / "config.yaml").write_text(annotated(compose(["run.report=true"], "train")) + "\n")
+    composed = continued(tmp_path, ["run.report=false", "budget.updates=900", "watch=true", f"resume={tmp_path}"])
+    assert (composed.run.report, composed.budget.updates, composed.watch) == (False, 900, True)
+    for word, said in (
+        ("run.seed=3", "resumed as it began"),
+        ("budget.update=3", "did you mean budget.updates?"),
+        ("budget.updates=1,2", "-m"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            continued(tmp_path, [word])
 
 
 def test_methods_are_built_as_configured():
