@@ -1,4 +1,4 @@
-"""What the terminal shows: progress, a table of a run that is being written, and the closing summary."""
+"""What the terminal shows while a command works: progress, or a table of a run that is being written."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ringmaster_dist.observe.measures import per_second, share_of, smoothed_loss, smoothed_tau
-from ringmaster_dist.observe.records import VERDICTS, Arrival, MetricsRow, Summary, WorkerSummary, objective_of
-from ringmaster_dist.observe.run_files import CONFIG, FINAL, METRICS, ROWS, SUMMARY, TERMS, TRACE, RunFiles, Tail
+from ringmaster_dist.observe.closing import named
+from ringmaster_dist.observe.measures import per_second, smoothed_loss, smoothed_tau, wasted_fraction
+from ringmaster_dist.observe.records import VERDICTS, Arrival, Member, MetricsRow, parse
+from ringmaster_dist.observe.run_files import MEMBERS, METRICS, TERMS, TRACE, RunFiles, Tail
 from ringmaster_dist.protocol import Verdict
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 _FIRST_LINE_SECONDS = 1.0  # of silence before progress is shown at all
 _PLAIN_LINE_SECONDS = 10.0  # between lines where there is no terminal
 _REFRESH_SECONDS = 0.5
-_WORKERS_IN_TABLE, _WORKERS_IN_SUMMARY = 16, 8
-_NAMED_FILES = (CONFIG, TRACE, METRICS, SUMMARY, ROWS, FINAL, "checkpoints")
+_WORKERS_IN_TABLE = 16
 
 
 class ProgressLine:
@@ -65,12 +64,15 @@ class ProgressLine:
 
 @dataclass
 class _WorkerNow:
-    """What the table shows of a worker."""
+    """What the table shows of a worker. One that was restarted is the same worker, because it has the same slot."""
 
-    tau: float | None = None  # seconds per gradient
+    tau: float | None = None  # measured seconds per gradient
     delay: int = 0  # of its last gradient
     last: str = ""  # the verdict on it
+    is_gone: bool = False
     counts: Counter[str] = field(default_factory=Counter)  # gradients by verdict
+    stopped: dict[int, int] = field(default_factory=dict)  # gradients that were stopped early, by worker id
+    rows: int = 0  # of its next gradient, where the server assigns rows
 
 
 class LiveRun:
@@ -78,25 +80,40 @@ class LiveRun:
 
     def __init__(self, directory: Path) -> None:
         self._files = RunFiles(directory)
+        self.news: list[tuple[str, int]] = []  # joins and leaves since the last refresh, and how many are there then
         self._begin()
 
     def _begin(self) -> None:
         self._trace = Tail(self._files.path / TRACE, Arrival.from_json)
         self._metrics = Tail(self._files.path / METRICS, MetricsRow.from_json)
+        self._members = Tail(self._files.path / MEMBERS, partial(parse, Member))
+        self._slots: dict[int, int] = {}  # by worker id
+        self._live: set[int] = set()  # ids of workers that have joined and not left
         self._terms = self._files.size(TERMS)
         self.version, self.seconds = 0, 0.0
         self.loss: float | None = None
         self.evaluation: dict[str, float | None] = {}
         self.diverged = False
-        self.workers: defaultdict[int, _WorkerNow] = defaultdict(_WorkerNow)
+        self.wasted: float | None = None  # the share of compute time that was not used
+        self.workers: defaultdict[int, _WorkerNow] = defaultdict(_WorkerNow)  # by slot
+        self.num_arrivals = 0
         self._recent: list[tuple[float, int]] = []
 
     def refresh(self) -> None:
         """Reads what is new, or everything if the server was restarted and has cut its files."""
+        self.news, is_old = [], False
         if self._files.size(TERMS) != self._terms:
+            is_old = self._terms > 0  # the files tell again what they have told
             self._begin()
+        for member in self._members.new():
+            self._slots[member.worker] = member.slot
+            is_gone = self.workers[member.slot].is_gone = member.event == "leave"
+            (self._live.discard if is_gone else self._live.add)(member.worker)
+            if not is_old:
+                self.news.append((_happened(member), len(self._live)))
         for arrival in self._trace.new():
-            worker = self.workers[arrival.worker]
+            self.num_arrivals += 1
+            worker = self._worker(arrival.worker)
             worker.counts[arrival.verdict.value] += 1
             worker.last, worker.delay = arrival.verdict.value, arrival.delay
             worker.tau = smoothed_tau(worker.tau, arrival.compute_seconds)
@@ -107,7 +124,15 @@ class LiveRun:
             self.version, self.seconds = max(self.version, row.version), max(self.seconds, row.time)
             self.evaluation.update(row.evaluation)
             self.diverged = row.diverged
+            if row.used_seconds is not None and row.wasted_seconds is not None:
+                self.wasted = wasted_fraction(row.used_seconds, row.wasted_seconds)
+            for name, figures in (row.per_worker or {}).items():
+                now = self._worker(int(name))
+                now.stopped[int(name)], now.rows = figures.interrupted, figures.rows
         self._recent = [*self._recent[-20:], (self.seconds, self.version)]
+
+    def _worker(self, worker: int) -> _WorkerNow:
+        return self.workers[self._slots.get(worker, worker)]
 
     @property
     def updates_per_second(self) -> float:
@@ -119,21 +144,40 @@ class LiveRun:
         if self.loss is not None:
             shown.append(f"loss {self.loss:.4g}")
         shown += [
-            f"{'valid ' if name == 'loss' else ''}{_named(name, value)}" for name, value in self.evaluation.items()
+            f"{'valid ' if name == 'loss' else ''}{named(name, value)}" for name, value in self.evaluation.items()
         ]
         if self.diverged:
             shown.append("DIVERGES")
         totals = sum((worker.counts for worker in self.workers.values()), Counter())
         if totals:
             shown.append(f"accepted {totals['accepted'] / totals.total():.0%}")
+        if self.wasted:
+            shown.append(f"wasted compute {self.wasted:.0%}")
         return "  ".join(shown)
+
+
+def _happened(member: Member) -> str:
+    """A join or a leave in words."""
+    if member.event == "leave":
+        return f"worker-{member.worker} {member.why or 'left'}"
+    where = f" from {member.host}" if member.host else ""
+    return f"worker-{member.worker} joined{where}, computes on {member.computed_on}"
 
 
 class LiveTable:
     """Shows a run while it is written: a table on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, directory: Path, console: Console, max_updates: float, max_seconds: float) -> None:
+    def __init__(
+        self, directory: Path, console: Console, max_updates: float, max_seconds: float, *, awaited: int = 0,
+        local_steps: int = 1,
+    ) -> None:  # fmt: skip
+        """``awaited`` is how many workers the run expects, if they are started elsewhere. Their joins are told."""
+        self._unit = "s/gradient" if local_steps == 1 else f"s/{local_steps} steps"
         self._run, self._console = LiveRun(directory), console
+        self._directory, self._awaited = directory, awaited
+        if awaited:
+            self._run.refresh()  # what an earlier start has told is not told again
+        self._address = ""  # that was told
         self._max_updates, self._max_seconds = max_updates, max_seconds
         self._next: float = time.monotonic() + _REFRESH_SECONDS
         self._next_line = self._next
@@ -151,6 +195,8 @@ class LiveTable:
     def _update(self, now: float) -> None:
         self._next = now + _REFRESH_SECONDS
         self._run.refresh()
+        if self._awaited:
+            self._tell_of_workers()
         if self._console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -158,8 +204,27 @@ class LiveTable:
             self._live.update(self._render(), refresh=True)
         elif now >= self._next_line and self._run.workers:
             self._next_line = now + _PLAIN_LINE_SECONDS
-            line = f"{self._fraction():4.0%}  {self._run.line()}"
+            line = f"{self._fraction():4.0%}  {self._run.line()}{self._what_is_awaited()}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _tell_of_workers(self) -> None:
+        """Says where the server listens, and who has joined or left. On a terminal this is above the table."""
+        address = RunFiles(self._directory).read("address")
+        if address != self._address:
+            self._address = address
+            self._say(f"the server listens at {address}; a worker joins with")
+            self._say(f"  ringmaster worker server={address} token_file={self._directory / 'token'}")
+        for happened, present in self._run.news:
+            self._say(f"{happened} ({present} of {self._awaited})")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _what_is_awaited(self) -> str:
+        """Says why nothing moves, before the first gradient and after the last."""
+        if not self._run.num_arrivals:
+            return "  no gradient has arrived yet"
+        return "  the weights are evaluated" if self._fraction() >= 1 else ""
 
     def close(self) -> None:
         if self._live is not None:
@@ -177,97 +242,16 @@ class LiveTable:
         width = min(40, self._console.width - len(text) - 2)
         head.add_row(*([ProgressBar(total=1.0, completed=fraction, width=width)] if width >= 5 else []), text)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("worker", "s/gradient", *VERDICTS, "delay", "last"):
+        rows_title = ("rows",) if any(now.rows for now in run.workers.values()) else ()
+        for name in ("worker", self._unit, *rows_title, *VERDICTS, "stopped", "delay", "last"):
             table.add_column(name, justify="right")
         shown = sorted(run.workers.items())[:_WORKERS_IN_TABLE]
         for worker, now in shown:
             counts = (str(now.counts[verdict]) for verdict in VERDICTS)
-            table.add_row(str(worker), f"{now.tau:.3f}", *counts, str(now.delay), now.last)
+            tau = "" if now.tau is None else f"{now.tau:.3f}"
+            rows = (str(now.rows),) if rows_title else ()
+            stopped, last = str(sum(now.stopped.values())), "gone" if now.is_gone else now.last
+            table.add_row(str(worker), tau, *rows, *counts, stopped, str(now.delay), last)
         more = len(run.workers) - len(shown)
         rest = [Text(f"and {more} more")] if more else []
-        return Group(head, Text(run.line()), table, *rest)
-
-
-def print_summary(console: Console, files: RunFiles, summary: Summary) -> None:
-    """Says the end of a run in words. The summary is as it was read from the file."""
-
-    def say(text: str = "") -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
-    virtual = summary.clock == "virtual"
-    say()
-    say(
-        f"[bold]{summary.method}[/bold] on {summary.num_workers} {'simulated' if virtual else 'real'} workers, "
-        f"{summary.profile} delays"
-    )
-    _print_evaluation(say, files, summary)
-    if summary.diverged:
-        say("  [bold red]THE RUN HAS DIVERGED[/bold red]: try a smaller method.eta, see docs/choosing.md")
-    say(
-        f"  {summary.updates:,} updates in {summary.seconds:,.1f} {'virtual ' if virtual else ''}seconds"
-        + (f" ({summary.wall_seconds:.1f} s on this machine, {summary.engine} engine)" if virtual else "")
-    )
-    say(
-        f"  {summary.pushes:,} gradients arrived: {summary.accepted:,} accepted, {summary.stale:,} stale, "
-        f"{summary.invalid:,} invalid; {summary.interrupted:,} more stopped early"
-    )
-    wasted = sum(worker.wasted_seconds for worker in summary.per_worker.values())
-    say(
-        f"  {summary.wasted_fraction:.0%} of the workers' compute went into work that was not used"
-        + (f" ({wasted:,.1f} s)" if wasted and not summary.per_worker_omitted else "")
-    )
-    if summary.method != "synchronous" and summary.synchronous_updates:
-        say(
-            f"  for comparison: waiting for the slowest worker every time allows at most "
-            f"{summary.synchronous_updates:,} updates in that time"
-        )
-    if summary.per_worker:
-        _print_workers(say, summary.per_worker)
-    say(f"  files: {files.path}")
-    say(f"    {', '.join(name for name in _NAMED_FILES if (files.path / name).exists())}")
-
-
-def _print_evaluation(say: Callable[[str], None], files: RunFiles, summary: Summary) -> None:
-    """The objective from its first value to the last, and the other numbers of the closing evaluation."""
-    objective = objective_of(summary.evaluation)
-    others = escape(", ".join(_named(*item) for item in summary.evaluation.items() if item[0] != objective))
-    if objective:
-        meaning = "objective gap f(x) - f*" if objective == "gap" else "loss"
-        first = next((row.evaluation.get(objective) for row in files.metrics()), None)
-        last = summary.evaluation[objective]
-        where = f" on {summary.evaluated_on}" if summary.evaluated_on else ""
-        say(
-            f"  {meaning}: {'?' if first is None else format(first, '.4g')} -> "
-            f"[bold]{'not a finite number' if last is None else format(last, '.4g')}[/bold]"
-            f"{f' ({others})' if others else ''}{where}"
-        )
-    elif others:
-        say(f"  evaluation: {others}")
-
-
-def _named(name: str, value: float | None) -> str:
-    """A number of an evaluation with its name, in words."""
-    return f"{name.replace('_', ' ')} {'not finite' if value is None else format(value, '.4g')}"
-
-
-def _print_workers(say: Callable[..., None], per_worker: dict[str, WorkerSummary]) -> None:
-    say()
-    width = max(len(worker.device) for worker in per_worker.values())
-    device = f"   {'device':<{max(6, width)}}" if width else ""  # simulated workers have none
-    has_rows = any(worker.rows for worker in per_worker.values())
-    rows_title = "   rows" if has_rows else ""
-    say(f"  worker{device}   s/gradient{rows_title}   accepted      stale    stopped   share of accepted")
-    total = sum(worker.accepted for worker in per_worker.values())
-    rows = list(per_worker.items())
-    shown = rows if len(rows) <= _WORKERS_IN_SUMMARY else rows[: _WORKERS_IN_SUMMARY - 1] + rows[-1:]
-    for index, (name, worker) in enumerate(shown):
-        if index == _WORKERS_IN_SUMMARY - 1 and len(rows) > _WORKERS_IN_SUMMARY:
-            say("     ...")
-        share = share_of(worker.accepted, total)
-        device = f"   {worker.device:<{max(6, width)}}" if width else ""
-        rows_text = f"{worker.rows:>7,}" if has_rows else ""
-        say(
-            f"  {name:>6}{device}   {worker.base_seconds:>10.4g}{rows_text} {worker.accepted:>10,} {worker.stale:>10,} "
-            f"{worker.interrupted:>10,}   {share:>5.1%} {'█' * round(20 * share)}"
-        )
-    say()
+        return Group(head, Text(run.line() + self._what_is_awaited()), table, *rest)

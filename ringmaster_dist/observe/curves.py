@@ -15,6 +15,7 @@ from ringmaster_dist.observe.run_files import Recording
 _POINTS = 400  # of a curve
 _BINS = 120  # of time, for rates and delays
 _BARS = 48  # of a histogram
+_WORKER_LINES = 7  # of a figure with a line for each worker
 
 Series = dict[str, list[float | None]]
 
@@ -126,6 +127,54 @@ def thresholds(recording: Recording) -> Series:
     given = recording.config["method"].get("threshold")
     times = [0.0, recording.seconds] if is_number(given) else []
     return {"time": numbers(times), "value": [given for _ in times]}
+
+
+def measured(recording: Recording) -> Series:
+    """The step size and the server's memory over time, as the rows have them. A figure that no row has is left out."""
+    rows = _spread(recording.metrics)
+    found: Series = {"time": numbers([row.time for row in rows])}
+    for name in ("eta", "memory_bytes", "device_memory_bytes"):
+        values = [getattr(row, name) for row in rows]
+        if any(is_number(value) for value in values):
+            found[name] = numbers([value if is_number(value) else math.nan for value in values])
+    return found
+
+
+def norms(recording: Recording) -> dict[str, Any]:
+    """The Euclidean norms of gradients and updates over time: of each role, and of all parameters together."""
+    rows = _spread([row for row in recording.metrics if row.gradient_norm and row.update_norm])
+    found: dict[str, Any] = {"time": numbers([row.time for row in rows])}
+    for name in ("gradient", "update"):
+        by_role = [getattr(row, f"{name}_norm") for row in rows]
+        roles = {role: numbers([norm.get(role, math.nan) for norm in by_role]) for role in (by_role or [{}])[0]}
+        found[name] = {"all": numbers([math.hypot(*norm.values()) for norm in by_role]), **roles}
+    return found
+
+
+def rows_of_workers(recording: Recording) -> dict[str, Any]:
+    """The rows of each worker's gradients over time, if the server assigns rows. Of many workers it is their range."""
+    rows = _spread([row for row in recording.metrics if row.per_worker])
+    table = [{worker: figures.rows for worker, figures in (row.per_worker or {}).items()} for row in rows]
+    if not any(any(given.values()) for given in table):
+        return {"time": [], "lines": []}
+    workers, lines = list(table[-1]), dict[str, list[float]]()
+    if len(workers) <= _WORKER_LINES:
+        for worker in workers:
+            lines[f"worker {worker}"] = [given.get(worker) or math.nan for given in table]
+    else:
+        counts = [sorted(float(count) for count in given.values() if count) or [math.nan] for given in table]
+        lines["most"] = [some[-1] for some in counts]
+        lines["median"] = [float(np.median(some)) for some in counts]
+        lines["least"] = [some[0] for some in counts]
+    return {
+        "time": numbers([row.time for row in rows]),
+        "lines": [{"label": label, "value": numbers(values)} for label, values in lines.items()],
+    }
+
+
+def _spread(rows: list[MetricsRow]) -> list[MetricsRow]:
+    """At most as many rows as a curve has points, with the last."""
+    return rows[:: math.ceil(len(rows) / _POINTS)] + rows[-1:] if len(rows) > _POINTS else rows
 
 
 def delay_histogram(recording: Recording) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from ringmaster_dist.observe.run_files import Trace
 
 ACCEPTED, STALE, INVALID = range(len(VERDICTS))  # as in the columns of a trace
 _LOSS_WEIGHT = 0.05  # of the newest loss in the smoothed one
+_FIRST_FORECAST = 0.01  # of the budget: before that, the end is not predicted
 _TAU_WEIGHT = 0.1  # of the newest compute time in a worker's seconds per gradient
 
 
@@ -38,6 +40,21 @@ def wasted_fraction(used_seconds: float, wasted_seconds: float) -> float:
 def share_of(accepted: int, all_accepted: int) -> float:
     """A worker's part of all accepted gradients."""
     return accepted / max(1, all_accepted)
+
+
+class Progress(NamedTuple):
+    """How far a run has come."""
+
+    fraction: float  # of the budget that is used up; of two limits, the one that is nearer
+    seconds_left: float | None  # if the run continues at its mean pace so far; None where nothing can be said yet
+
+    @classmethod
+    def of(
+        cls, updates: int, seconds: float, max_updates: float | None = None, max_seconds: float | None = None
+    ) -> Progress:
+        """A limit of None is no limit."""
+        fraction = min(1.0, max(updates / (max_updates or math.inf), seconds / (max_seconds or math.inf)))
+        return cls(fraction, seconds * (1 - fraction) / fraction if fraction > _FIRST_FORECAST else None)
 
 
 def quantile(ordered: Sequence[int] | np.ndarray, fraction: float) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ringmaster_dist.observe import curves, measures
+from ringmaster_dist.observe import curves, measures, style
 from ringmaster_dist.observe.measures import ACCEPTED
 from ringmaster_dist.observe.records import VERDICTS, WorkerRow, WorkerSummary
 from ringmaster_dist.observe.run_files import Recording
@@ -21,13 +21,16 @@ _LABEL_KEYS = 4
 _SECTIONS = ("method", "problem", "model", "data", "geometry", "cluster", "wire", "budget", "run")  # by interest
 _OF_SOME_METHODS = ("method.threshold", "method.batch")
 _UNINTERESTING = ("run.dir", "run.overwrite", "run.samples", "run.trace", "run.report")
+_SAMPLE_CHARACTERS = 4000  # more of a sample is not shown
 
 
 def page_data(recordings: Sequence[Recording]) -> dict[str, Any]:
     """Everything that the figures and the page show."""
     return {
         "kinds": KINDS,
+        "kind_names": [style.kind_name(kind) for kind in KINDS],
         "runs": [_run(r, label) for r, label in zip(recordings, labels(recordings), strict=True)],
+        "differing": _differing([flat(recording.config) for recording in recordings]),
     }
 
 
@@ -36,35 +39,40 @@ def labels(recordings: Sequence[Recording]) -> list[str]:
     names = [recording.directory.resolve().name for recording in recordings]
     if len(recordings) == 1:
         return names
-    flat = [_flat(recording.config) for recording in recordings]
-    keys = set.intersection(*(set(one) for one in flat)) | set(_OF_SOME_METHODS)
-    keys = {key for key in keys if key.partition(".")[0] in _SECTIONS} - set(_UNINTERESTING)
-    differing = [key for key in keys if len({str(one.get(key)) for one in flat}) > 1]
-    shown = sorted(differing, key=lambda key: (not key.endswith(".name"), _SECTIONS.index(key.partition(".")[0]), key))
-    shown = shown[:_LABEL_KEYS]
-    texts = [", ".join(f"{_short(key)}={one[key]}" for key in shown if key in one) for one in flat]
+    configs = [flat(recording.config) for recording in recordings]
+    shown = _differing(configs)[:_LABEL_KEYS]
+    texts = [", ".join(f"{_short(key)}={one[key]}" for key in shown if key in one) for one in configs]
     if len(set(texts)) < len(texts):
         texts = [f"{name}: {text}" if text else name for name, text in zip(names, texts, strict=True)]
     return texts if len(set(texts)) == len(texts) else [str(recording.directory) for recording in recordings]
+
+
+def _differing(flat: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys in which the configurations differ, by interest."""
+    keys = set.intersection(*(set(one) for one in flat)) | set(_OF_SOME_METHODS)
+    keys = {key for key in keys if key.partition(".")[0] in _SECTIONS} - set(_UNINTERESTING)
+    differing = [key for key in keys if len({str(one.get(key)) for one in flat}) > 1]
+    return sorted(differing, key=lambda key: (not key.endswith(".name"), _SECTIONS.index(key.partition(".")[0]), key))
 
 
 def _short(key: str) -> str:
     return key.removesuffix(".name").removeprefix("method.").removeprefix("cluster.")
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by their full keys, such as method.eta."""
+    if not isinstance(tree, dict) or (prefix and not tree):
         return {prefix: tree}
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
+        found.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
     return found
 
 
 def _run(recording: Recording, label: str) -> dict[str, Any]:
     tokens = curves.tokens_so_far(recording)
     objective, evaluation = curves.evaluations(recording, tokens)
-    workers = _workers(recording)
+    workers = workers_of(recording)
     return {
         "label": label,
         "name": recording.directory.resolve().name,
@@ -84,7 +92,33 @@ def _run(recording: Recording, label: str) -> dict[str, Any]:
         "workers": workers[:_LISTED_WORKERS],
         "workers_omitted": max(0, len(workers) - _LISTED_WORKERS),
         "timeline": timelines(recording),
+        "progress": _progress(recording),
+        "measured": curves.measured(recording),
+        "norms": curves.norms(recording),
+        "rows": curves.rows_of_workers(recording),
+        "sample": recording.sample[:_SAMPLE_CHARACTERS],
+        "commands": recording.commands,
+        "config": [[key, _shown(value)] for key, value in flat(recording.config).items()],
     }
+
+
+def _progress(recording: Recording) -> dict[str, float | None] | None:
+    """The part of the budget that is used up, and the seconds that are left; None if the run has ended."""
+    if recording.state != "running":
+        return None
+    budget = recording.config.get("budget", {})
+    limits = budget.get("updates"), budget.get("seconds")
+    progress = measures.Progress.of(updates_of(recording), recording.seconds, *limits)
+    if "simulation" in recording.config:  # virtual seconds do not say when it ends
+        progress = progress._replace(seconds_left=None)
+    return progress._asdict()
+
+
+def _shown(value: Any) -> str:
+    """A value of the configuration as it is written in YAML and in an override."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return ", ".join(map(str, value)).join("[]") if isinstance(value, list) else str(value)
 
 
 def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndarray | None) -> dict[str, Any]:
@@ -93,7 +127,7 @@ def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndar
     counts = {name: int((trace["verdict"] == code).sum()) for code, name in enumerate(VERDICTS)}
     if not len(trace):
         counts = {name: getattr(last, name) for name in VERDICTS}
-    updates = _updates(recording)
+    updates = updates_of(recording)
     used, wasted = (sum(worker[key] for worker in workers) for key in ("used_seconds", "wasted_seconds"))
     return {
         "updates": summary.updates if summary else updates,
@@ -104,13 +138,13 @@ def _totals(recording: Recording, workers: list[dict[str, Any]], tokens: np.ndar
         "updates_per_second": measures.per_second(updates, recording.seconds),
         "tokens": int(tokens[-1]) if tokens is not None else None,
         "workers": summary.num_workers if summary else len(workers),
-        "evaluation": _evaluation(recording),
+        "evaluation": evaluation_of(recording),
         "evaluated_on": summary.evaluated_on if summary else _validation(recording),
         "diverged": summary.diverged if summary else last is not None and last.diverged,
     }
 
 
-def _updates(recording: Recording) -> int:
+def updates_of(recording: Recording) -> int:
     """The updates so far, of a run without a summary."""
     trace, measured = recording.trace, recording.metrics[-1].version if recording.metrics else 0
     if not len(trace):
@@ -120,7 +154,7 @@ def _updates(recording: Recording) -> int:
     return max(measured, int(trace["version"][-1]) + int(made))
 
 
-def _evaluation(recording: Recording) -> dict[str, float]:
+def evaluation_of(recording: Recording) -> dict[str, float]:
     """Every number of the last evaluation. That is the closing one, if the run has ended."""
     found: dict[str, float | None] = {}
     for row in recording.metrics:
@@ -136,7 +170,7 @@ def _validation(recording: Recording) -> str:
     return f"{problem['validation_rows']} validation rows" if "validation_rows" in problem else ""
 
 
-def _workers(recording: Recording) -> list[dict[str, Any]]:
+def workers_of(recording: Recording) -> list[dict[str, Any]]:
     """Counts and seconds of each worker. What never arrived is known from the summary or the metrics alone."""
     trace, last = recording.trace, recording.metrics[-1] if recording.metrics else None
     listed: Mapping[str, WorkerSummary | WorkerRow] = (last.per_worker if last else None) or {}

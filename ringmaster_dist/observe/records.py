@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ringmaster_dist import __version__
@@ -39,6 +39,8 @@ class Arrival(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Arrival:
+        for name in ("worker", "sequence", "gradient_version", "version", "delay"):
+            _require("int", values[name])
         return cls(
             values["time"], values["worker"], values["sequence"], values["gradient_version"], values["version"],
             values["delay"], VERDICTS[values["verdict"]], values["loss"], values["compute_seconds"],
@@ -56,6 +58,8 @@ class Member(NamedTuple):
     device: str = ""  # such as cuda:0
     device_title: str = ""  # such as NVIDIA H100
     ranks: int = 1  # the number of processes that compute its gradients
+    host: str = ""  # the name of its machine
+    why: str = ""  # of a leave: "left", "lost its lease" or "was evicted"
 
     @property
     def computed_on(self) -> str:
@@ -171,12 +175,26 @@ class WorkerSummary:
     stale: int = 0
     invalid: int = 0
     base_seconds: float = 0.0  # its pace; 0 where it is not paced
+    gradient_seconds: float = 0.0  # measured, the mean of those that arrived; 0 if none has
     interrupted: int = 0
     used_seconds: float = 0.0
     wasted_seconds: float = 0.0
     rows: int = 0  # of its last gradients; 0 where the server does not assign rows
     device: str = ""  # of a real worker
     device_title: str = ""
+
+    @property
+    def pushes(self) -> int:
+        return self.accepted + self.stale + self.invalid
+
+    def joined(self, later: WorkerSummary) -> WorkerSummary:
+        """The figures of both, for a worker that was restarted."""
+        both = replace(later)
+        for name in ("accepted", "stale", "invalid", "interrupted", "used_seconds", "wasted_seconds"):
+            setattr(both, name, getattr(self, name) + getattr(later, name))
+        arrived = sum(one.gradient_seconds * one.pushes for one in (self, later))
+        both.gradient_seconds = arrived / max(1, both.pushes)
+        return both
 
     def to_json(self) -> dict[str, Any]:
         """The figures. A simulated worker has no device."""
@@ -213,6 +231,8 @@ class Summary:
     per_worker_omitted: int = 0
     diverged: bool = False
     evaluated_on: str = ""
+    best_value: float | None = None  # the lowest objective of a real run that keeps the weights for it
+    best_version: int | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Summary:
@@ -245,5 +265,23 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse(kind: type[T], values: Mapping[str, Any]) -> T:
-    """The record with those of the values whose keys it knows. Raises TypeError if one that it needs is not there."""
-    return kind(**{name: value for name, value in values.items() if name in kind.__annotations__})
+    """The record with those of the values whose keys it knows.
+
+    Raises TypeError if one that it needs is not there, or is of another type.
+    """
+    known = {name: value for name, value in values.items() if name in kind.__annotations__}
+    for name, value in known.items():
+        annotation = kind.__annotations__[name]
+        _require(str(getattr(annotation, "__forward_arg__", annotation)), value)
+    return kind(**known)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def _require(annotation: str, value: Any) -> None:
+    """Raises TypeError if the value is not of the type. Only the plain types are looked at."""
+    if annotation in _TYPES and (
+        not isinstance(value, _TYPES[annotation]) or (isinstance(value, bool) and annotation != "bool")
+    ):
+        raise TypeError(f"{value!r} is not of type {annotation}")

@@ -9,22 +9,24 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ringmaster_dist.files import open_private
 from ringmaster_dist.observe.records import Summary
-from ringmaster_dist.observe.run_files import CONFIG, FILES, LOCK, SUMMARY, TRACE, RunDirectoryError, RunFiles
+from ringmaster_dist.observe.run_files import COMMANDS, CONFIG, FILES, LOCK, SUMMARY, TRACE, RunDirectoryError, RunFiles
 from ringmaster_dist.protocol import Receipt, Verdict
 from ringmaster_dist.server.weights import INITIAL
 
 # If one of these is there, the directory holds a run.
 _PRESENT = (*FILES, INITIAL, "address", "token", "wandb.id", "checkpoints", "report", "wandb")
+_MADE_LATER = ("dashboard.json", "weights.safetensors", "weights.yaml", "weights.tokenizer.json")  # by other commands
 _BYTES_PER_WRITE = 1 << 16
 _LOOKED_AT_SECONDS = 1.0  # a process that only looks whether the directory is in use holds its lock for less
 log = logging.getLogger(__name__)
@@ -71,6 +73,11 @@ class RunDirectory(RunFiles):
     def write_config(self, yaml_text: str) -> None:
         self.write_secret(CONFIG, yaml_text)
 
+    def add_command(self, program: str, overrides: Sequence[str]) -> None:
+        """Notes a command that begins or resumes the run, as a line that a shell would take."""
+        with open_private(self.path / COMMANDS, "a") as file:
+            file.write(shlex.join([*program.split(), *overrides]).replace("\n", " ") + "\n")
+
     def write_summary(self, summary: Summary) -> None:
         self.write_secret(SUMMARY, json.dumps(summary.to_json(), indent=2) + "\n")
 
@@ -99,6 +106,30 @@ class RunDirectory(RunFiles):
         if (self.path / LOCK).exists():
             self.lock()
             self._lock.close()
+
+    def own_files(self) -> tuple[list[Path], int]:
+        """The files and folders that belong to the run, and their bytes. The directory may hold others too."""
+        found = [self.path / name for name in (*_PRESENT, *_MADE_LATER)]
+        found = [path for path in found if path.is_symlink() or path.exists()]
+        inside = [each for path in found if not path.is_symlink() and path.is_dir() for each in path.rglob("*")]
+        return found, sum(path.lstat().st_size for path in (*found, *inside) if path.is_symlink() or path.is_file())
+
+    def remove(self) -> list[str]:
+        """Removes the run's own files, and the directory if nothing else is in it. Returns the names that remain.
+
+        Raises RunDirectoryError while a server or a simulation is at work, and OSError.
+        """
+        self.lock()
+        try:
+            for path in self.own_files()[0]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            (self.path / LOCK).unlink()
+        finally:
+            self._lock.close()
+        if remaining := sorted(path.name for path in self.path.iterdir()):
+            return remaining
+        self.path.unlink() if self.path.is_symlink() else self.path.rmdir()
+        return []
 
     def open_trace(self, size: int = 0) -> TraceWriter:
         return TraceWriter(self.path / TRACE, size)

@@ -9,27 +9,31 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import yaml
+from safetensors import SafetensorError
 
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.observe.records import VERDICTS, Arrival, Member, MetricsRow, Summary, Term, parse
 
 CONFIG, TRACE, METRICS, SUMMARY = "config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json"
 MEMBERS, TERMS, THRESHOLDS, FINAL = "members.jsonl", "terms.jsonl", "thresholds.jsonl", "final.safetensors"
-ROWS = "rows.jsonl"
-FILES = (CONFIG, TRACE, METRICS, SUMMARY, MEMBERS, THRESHOLDS, ROWS, TERMS, FINAL)
-LOCK = ".lock"
+ROWS, SAMPLE, COMMANDS, BEST = "rows.jsonl", "sample.txt", "commands.txt", "best.safetensors"
+FILES = (CONFIG, TRACE, METRICS, SUMMARY, MEMBERS, THRESHOLDS, ROWS, TERMS, FINAL, BEST, SAMPLE, COMMANDS)
+LOCK, CHECKPOINTS = ".lock", "checkpoints"
 _FRESH_SECONDS = 20.0  # a run that has written more recently is taken to be running
 _BLOCK_BYTES = 1 << 24
 _TAIL_BYTES = 4096  # holds the last line of a trace
+_ROWS_TAIL_BYTES = 1 << 20  # holds the last rows of metrics, also those of many workers
 _NO_RECORD = (ValueError, KeyError, TypeError, AttributeError)  # what a line that is no such record raises
 _COLUMNS: dict[str, type[np.generic]] = {
     "time": np.float64,
@@ -43,11 +47,29 @@ _COLUMNS: dict[str, type[np.generic]] = {
 }
 _OPTIONAL = ("loss", "rows")  # a line may have no such number
 
+_YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
+
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class RunDirectoryError(Mistake):
     """The directory, or a file in it, cannot be used. The message is one line that says why and what to do."""
+
+
+@contextmanager
+def belong_together(path: Path) -> Iterator[None]:
+    """Turns the errors that records of an altered run cause into a RunDirectoryError."""
+    try:
+        yield
+    except Mistake:
+        raise
+    except (*_NO_RECORD, SafetensorError, LookupError, ArithmeticError, AssertionError) as error:
+        log.debug("the run cannot be read", exc_info=True)
+        raise RunDirectoryError(
+            f"the files in {path} do not belong together ({type(error).__name__}: {error}): one of them is damaged, or "
+            "was altered"
+        ) from error
 
 
 class RunFiles:
@@ -63,7 +85,12 @@ class RunFiles:
     def read(self, name: str) -> str:
         """The text of a small file; empty if there is none."""
         path = self.path / name
-        return path.read_text().strip() if path.exists() else ""
+        return path.read_text(errors="replace").strip() if path.exists() else ""
+
+    def shown(self, name: str) -> str:
+        """The text of a small file that is only shown. Bytes that are no text are replaced."""
+        path = self.path / name
+        return path.read_bytes().decode(errors="replace").strip() if path.is_file() else ""
 
     def size(self, name: str) -> int:
         path = self.path / name
@@ -79,7 +106,7 @@ class RunFiles:
                 f"{self.path} holds no run (no config.yaml): give the run.dir of a train or simulate"
             )
         try:
-            config = yaml.safe_load(path.read_text())
+            config = yaml.load(path.read_text(), _YamlLoader)
         except (yaml.YAMLError, UnicodeDecodeError):
             config = None
         if not isinstance(config, dict) or not {"method", "problem", "cluster"} <= config.keys():
@@ -121,14 +148,31 @@ class RunFiles:
 
     def last_version(self) -> int:
         """The version in the newest whole line of the trace; 0 if there is none."""
+        whole = [line for line in self._end(TRACE, _TAIL_BYTES) if line.startswith(b"{")]
+        return Arrival.from_json(json.loads(whole[-1])).version if whole else 0
+
+    def newest_row(self) -> tuple[MetricsRow | None, dict[str, float | None]]:
+        """The last whole row of the metrics, and the last evaluation, from the end of the file only."""
+        newest: MetricsRow | None = None
+        for line in reversed(self._end(METRICS, _ROWS_TAIL_BYTES)):
+            try:
+                row = MetricsRow.from_json(json.loads(line))
+            except _NO_RECORD:
+                continue
+            newest = newest or row
+            if row.evaluation:
+                return newest, row.evaluation
+        return newest, {}
+
+    def _end(self, name: str, num_bytes: int) -> list[bytes]:
+        """The whole lines in the last bytes of a file. The first one may lack its beginning."""
         try:
-            with (self.path / TRACE).open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            with (self.path / name).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
                 lines = file.read().splitlines(keepends=True)
         except OSError:
-            return 0
-        whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
-        return Arrival.from_json(json.loads(whole[-1])).version if whole else 0
+            return []
+        return [line for line in lines if line.endswith(b"\n")]
 
     def is_running(self) -> bool:
         """Whether a server holds the lock of the run, or one of its files was written a moment ago."""
@@ -275,6 +319,8 @@ class Recording:
         self.metrics: list[MetricsRow] = []
         self.members: list[Member] = []
         self.summary: Summary | None = None
+        self.sample = ""  # that the trained language model has written
+        self.commands: list[str] = []  # that began and resumed the run
         self._terms = -1
         self.refresh()
 
@@ -286,6 +332,7 @@ class Recording:
         self.metrics = self._files.metrics()
         self.members = self._files.members()
         self.summary = self._files.summary()
+        self.sample, self.commands = self._files.shown(SAMPLE), self._files.shown(COMMANDS).splitlines()
         if not self.metrics and not len(self.trace):
             raise RunDirectoryError(
                 f"{self.directory} has nothing to show yet: neither trace.jsonl nor metrics.jsonl has a whole line"
@@ -294,13 +341,27 @@ class Recording:
     @property
     def stamp(self) -> tuple[int, ...]:
         """Changes when there is something new to read."""
-        return tuple(self._files.size(name) for name in (TRACE, METRICS, SUMMARY, TERMS))
+        return tuple(self._files.size(name) for name in (TRACE, METRICS, SUMMARY, TERMS, SAMPLE, COMMANDS))
+
+    @property
+    def is_running(self) -> bool:
+        return self._files.is_running()
+
+    def changed(self, name: str) -> float:
+        """When a file was last written, as `time.time` tells it; 0 if there is none."""
+        path = self.directory / name
+        return path.stat().st_mtime if path.exists() else 0.0
+
+    def checkpoint_age(self, now: float) -> float | None:
+        """The seconds since the newest checkpoint was written; None if there is none in the directory."""
+        written = [path.stat().st_mtime for path in (self.directory / CHECKPOINTS).glob("*.safetensors")]
+        return max(0.0, now - max(written)) if written else None
 
     @property
     def state(self) -> str:
         """How the run stands, in words."""
         if self.summary is None:
-            return "running" if self._files.is_running() else "ended without a summary"
+            return "running" if self.is_running else "ended without a summary"
         if self.summary.diverged:
             return "ended: diverged"
         return "finished" if self.summary.ended == "budget" else self.summary.ended

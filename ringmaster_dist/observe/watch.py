@@ -1,31 +1,42 @@
 """Serves the page of a run to a browser, by default on this machine, while the run is written. Only reads files.
 
 Each request has a thread of its own. One thread at a time reads the files, and only if there is something new.
+With ``metrics`` the same port also answers ``/metrics`` and ``/healthz``, under the same rules.
 """
 
 from __future__ import annotations
 
 import html
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ringmaster_dist.observe.exposition import CONTENT_TYPE, exposition, health
 from ringmaster_dist.observe.page_data import page_data
-from ringmaster_dist.observe.report import as_json, page
+from ringmaster_dist.observe.report import as_json, page, policy
 from ringmaster_dist.observe.run_files import Recording, RunDirectoryError
 
 _REFRESH_SECONDS = 2.0
 _REQUEST_SECONDS = 5.0  # a connection without a request is closed then
 _MOST_REQUESTS = 32  # at once; further connections are closed
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _WAITING = (
     "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=1><title>waiting</title>"
     "<body style='font-family:system-ui;margin:3em'>{reason}. This page looks again by itself."
 )
+
+
+_NOTHING_YET = (RunDirectoryError, OSError, ValueError, KeyError)  # the files are not there, or not whole
+
+
+class _Answer(NamedTuple):
+    text: str
+    kind: str
+    status: HTTPStatus = HTTPStatus.OK
 
 
 class _Server(ThreadingHTTPServer):
@@ -34,8 +45,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], content: Callable[[], dict[str, Any]]) -> None:
-        self.content = content
+    def __init__(self, address: tuple[str, int], pages: Mapping[str, Callable[[], _Answer]]) -> None:
+        self.pages = pages
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
         super().__init__(address, _Handler)
 
@@ -55,13 +66,17 @@ class _Server(ThreadingHTTPServer):
 class Watcher:
     """Serves from its construction until `close`. Raises OSError if it cannot listen on the port."""
 
-    def __init__(self, directory: Path, port: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, directory: Path, port: int = 0, host: str = "127.0.0.1", *, metrics: bool = False) -> None:
         self._directory = directory
         self._lock = threading.Lock()
         self._recording: Recording | None = None
-        self._stamp: tuple[Any, ...] = ()
+        self._stamp: tuple[Any, ...] = ()  # of what was read
+        self._shown: tuple[Any, ...] = ()  # of what the page was made from
         self._data: dict[str, Any] = {}
-        self._server = _Server((host, port), lambda: self._current())
+        pages: dict[str, Callable[[], _Answer]] = {"/": self._page, "/data.json": self._json}
+        if metrics:
+            pages |= {"/metrics": self._metrics, "/healthz": self._health}
+        self._server = _Server((host, port), pages)
         self.url = f"http://{host}:{self._server.server_address[1]}/"
         self._thread = threading.Thread(target=self._server.serve_forever, name="watch", daemon=True)
         self._thread.start()
@@ -71,20 +86,46 @@ class Watcher:
         self._server.server_close()
         self._thread.join()
 
+    def _page(self) -> _Answer:
+        try:
+            return _Answer(page(self._current(), _REFRESH_SECONDS), "text/html")
+        except _NOTHING_YET as error:
+            return _Answer(_WAITING.format(reason=html.escape(str(error))), "text/html")
+
+    def _json(self) -> _Answer:
+        return _Answer(as_json(self._current()), "application/json")
+
+    def _metrics(self) -> _Answer:
+        with self._lock:
+            return _Answer(exposition(self._recorded(), time.time()), CONTENT_TYPE)
+
+    def _health(self) -> _Answer:
+        with self._lock:
+            found = health(self._recorded(), time.time())
+        status = HTTPStatus.OK if found.good else HTTPStatus.SERVICE_UNAVAILABLE
+        return _Answer(found.reason + "\n", "text/plain", status)
+
     def _current(self) -> dict[str, Any]:
         """What the page shows now. Raises RunDirectoryError while there is nothing to show."""
         with self._lock:
-            if self._recording is None:
-                self._recording = Recording(self._directory)
-            stamp = (*self._recording.stamp, self._recording.state)
-            if stamp != self._stamp:
-                self._recording.refresh()
-                self._data, self._stamp = page_data([self._recording]), stamp
+            recording = self._recorded()
+            if self._shown != self._stamp:
+                self._data, self._shown = page_data([recording]), self._stamp
             return self._data
+
+    def _recorded(self) -> Recording:
+        """What the run has written so far, under the lock. Raises RunDirectoryError while there is nothing."""
+        if self._recording is None:
+            self._recording = Recording(self._directory)
+        stamp = (*self._recording.stamp, self._recording.state)
+        if stamp != self._stamp:
+            self._recording.refresh()
+            self._stamp = stamp
+        return self._recording
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers requests for ``/`` and ``/data.json`` that name this machine as their host."""
+    """Answers requests for the pages of its server that name this machine as their host."""
 
     server_version, sys_version = "ringmaster", ""
     timeout = _REQUEST_SECONDS
@@ -93,18 +134,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self._is_meant():
             return self._answer(HTTPStatus.FORBIDDEN, "text/plain", "ask by the address that was printed")
-        if self.path not in ("/", "/data.json"):
-            return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is / and /data.json")
+        if self.path not in self.server.pages:
+            known = " and ".join(self.server.pages)
+            return self._answer(HTTPStatus.NOT_FOUND, "text/plain", f"there is {known}")
         try:
-            content = self.server.content()
-        except (RunDirectoryError, OSError, ValueError, KeyError) as error:
-            reason = html.escape(str(error))
-            if self.path == "/":
-                return self._answer(HTTPStatus.OK, "text/html", _WAITING.format(reason=reason))
-            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", reason)
-        if self.path == "/":
-            return self._answer(HTTPStatus.OK, "text/html", page(content, _REFRESH_SECONDS))
-        return self._answer(HTTPStatus.OK, "application/json", as_json(content))
+            answer = self.server.pages[self.path]()
+        except _NOTHING_YET as error:
+            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
+        return self._answer(answer.status, answer.kind, answer.text)
 
     def _is_meant(self) -> bool:
         """Refuses DNS rebinding, where a foreign web page asks by a name that resolves to this machine."""
@@ -118,7 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
-        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("Content-Security-Policy", f"{policy()}; frame-ancestors 'none'")
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)
 

@@ -34,6 +34,6 @@ def open_page(url: str, folder: Path, *, size: str = "1240,1600", milliseconds: 
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done

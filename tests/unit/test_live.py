@@ -5,7 +5,8 @@ import json
 
 from rich.console import Console
 
-from ringmaster_dist.observe.console import LiveRun, LiveTable, print_summary
+from ringmaster_dist.observe.closing import print_summary
+from ringmaster_dist.observe.console import LiveRun, LiveTable
 from ringmaster_dist.observe.records import Summary, WorkerSummary
 from ringmaster_dist.observe.run_files import RunFiles
 
@@ -73,3 +74,63 @@ def test_a_terminal_of_20_columns_breaks_nothing(tmp_path):
     assert "loss: 2 -> " in screen.getvalue()
     assert "bits per byte 0.5" in screen.getvalue()
     assert "trace.jsonl" in screen.getvalue()
+
+
+def member(worker, slot, event="join", **more):
+    return json.dumps({"worker": worker, "event": event, "pushes": 0, "slot": slot, "device": "cpu", **more}) + "\n"
+
+
+def test_a_restarted_worker_is_one_row_and_stopped_work_is_shown(tmp_path):
+    (tmp_path / "members.jsonl").write_text(member(0, 0) + member(1, 1) + member(1, 1, "leave") + member(2, 1))
+    (tmp_path / "trace.jsonl").write_text(line(1, 0) + line(2, 1) + line(3, 2))
+    per_worker = {str(worker): {"interrupted": 40 + worker, "rows": 3} for worker in range(3)}
+    row = {"time": 3.0, "version": 3, "used_seconds": 3.0, "wasted_seconds": 1.0, "per_worker": per_worker}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    screen = io.StringIO()
+    console = Console(file=screen, width=100)
+    table = LiveTable(tmp_path, console, 60.0, 1000.0)
+    table._run.refresh()
+    console.print(table._render())
+    lines = [text.split() for text in screen.getvalue().splitlines()]
+    assert [words[:7] for words in lines if words and words[0] in ("0", "1", "2")] == [
+        ["0", "0.500", "3", "1", "0", "0", "40"],  # rows, then accepted, stale, invalid, stopped
+        ["1", "0.500", "3", "2", "0", "0", "83"],
+    ]
+    assert "wasted compute 25%" in screen.getvalue()
+
+
+def test_joins_and_leaves_are_told_once(tmp_path):
+    (tmp_path / "terms.jsonl").write_text("{}\n")
+    (tmp_path / "members.jsonl").write_text(member(0, 0, host="old"))  # an earlier start has told it
+    screen = io.StringIO()
+    table = LiveTable(tmp_path, Console(file=screen, width=200), 60.0, 1000.0, awaited=2)
+    (tmp_path / "address").write_text("10.0.0.1:29400")
+    with (tmp_path / "members.jsonl").open("a") as file:
+        file.write(member(1, 1, host="far", device_title="CPU") + member(0, 0, "leave", why="lost its lease"))
+    for _ in range(2):
+        table._next = 0.0
+        table.update()
+    assert screen.getvalue().splitlines()[:4] == [
+        "the server listens at 10.0.0.1:29400; a worker joins with",
+        f"  ringmaster worker server=10.0.0.1:29400 token_file={tmp_path}/token",
+        "worker-1 joined from far, computes on cpu (2 of 2)",
+        "worker-0 lost its lease (1 of 2)",
+    ]
+    assert screen.getvalue().count("joined") == 1
+
+
+def test_the_closing_table_is_measured_and_says_how_to_resume(tmp_path):
+    (tmp_path / "config.yaml").write_text("method: {}\nproblem: {}\ncluster: {}\nlocal: {steps: 8}\n")
+    (tmp_path / "members.jsonl").write_text(member(0, 0) + member(1, 0))
+    first = WorkerSummary(accepted=3, base_seconds=9.0, gradient_seconds=1.0, interrupted=2, device="cpu")
+    second = WorkerSummary(accepted=1, base_seconds=9.0, gradient_seconds=2.0, device="cpu")
+    summary = Summary("ringmaster", clock="real", num_workers=2, profile="none", ended="stopped by the user",
+                      per_worker={"0": first, "1": second})  # fmt: skip
+    screen = io.StringIO()
+    print_summary(Console(file=screen, width=200), RunFiles(tmp_path), summary)
+    shown = screen.getvalue()
+    assert "on 1 real worker (1 restarted), none delays" in shown
+    assert "s/push is the measured time of 8 local steps" in shown
+    assert f"stopped early by you; continue with ringmaster train resume={tmp_path}" in shown
+    row = next(text.split() for text in shown.splitlines() if " cpu " in text)
+    assert row[:6] == ["0", "cpu", "1.25", "4", "0", "2"]

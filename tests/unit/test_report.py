@@ -10,6 +10,7 @@ from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.observe import run_files
 from ringmaster_dist.observe.page_data import labels, page_data
 from ringmaster_dist.observe.report import page, write_report
+from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.observe.run_files import Recording, RunDirectoryError
 
 # Worker 0 is quick; worker 1 is stopped once and is late once; worker 2 sends nonsense.
@@ -157,6 +158,39 @@ def test_an_unreadable_run_is_reported_in_one_line(files, words, tmp_path):
         write_report([tmp_path / "run"], tmp_path / "out")
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_what_the_server_measures_is_shown(tmp_path):
+    """Of two rows only the second has norms, and worker 1 joins between them."""
+    norms = {"gradient_norm": {"matrix": 3.0, "scalar": 4.0}, "update_norm": {"matrix": 1.0, "scalar": 0.0}}
+    rows = [
+        {"time": 2.0, "version": 1, "eta": 0.5, "memory_bytes": 7, "per_worker": {"0": {"rows": 2}}},
+        {
+            "time": 4.0,
+            "version": 3,
+            "eta": 0.25,
+            "memory_bytes": None,
+            **norms,
+            "per_worker": {"0": {"rows": 3}, "1": {"rows": 1}},
+        },
+    ]
+    directory = make(tmp_path / "run", "budget.updates=16", "budget.seconds=null", "method.eta=0.5", metrics=rows)
+    (directory / "sample.txt").write_bytes(b"def \xff(x):\n    pass\n")
+    RunDirectory.opened(directory).add_command("ringmaster train", ["run.dir=a b", "budget.updates=16"])
+    (run,) = page_data([Recording(directory)])["runs"]
+    assert run["measured"] == {"time": [2.0, 4.0], "eta": [0.5, 0.25], "memory_bytes": [7.0, None]}
+    assert run["norms"]["gradient"] == {"all": [5.0], "matrix": [3.0], "scalar": [4.0]}
+    assert run["norms"]["time"] == [4.0]
+    assert run["rows"]["lines"] == [
+        {"label": "worker 0", "value": [2.0, 3.0]},
+        {"label": "worker 1", "value": [None, 1.0]},
+    ]
+    assert run["progress"] == {"fraction": 0.25, "seconds_left": 18.0}  # four of sixteen updates took six seconds
+    assert run["sample"] == "def \ufffd(x):\n    pass"
+    assert run["commands"] == ["ringmaster train 'run.dir=a b' budget.updates=16"]
+    assert ["method.eta", "0.5"] in run["config"]
+    assert ["budget.seconds", "null"] in run["config"]
+    assert page_data([Recording(make(tmp_path / "over", summary={"ended": "budget"}))])["runs"][0]["progress"] is None
 
 
 def test_a_long_run_gives_a_small_page(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from ringmaster_dist.cli.main import main
 from ringmaster_dist.observe.report import page
 from ringmaster_dist.observe.watch import Watcher
+from tests.unit.test_exposition import parsed
 from tests.unit.test_report import line, make
 
 
@@ -22,7 +23,7 @@ def watcher(tmp_path):
 
 
 def get(watcher, path="", **headers):
-    with urllib.request.urlopen(urllib.request.Request(watcher.url + path, headers=headers), timeout=10) as answer:
+    with urllib.request.urlopen(urllib.request.Request(watcher.url + path, headers=headers), timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -43,9 +44,31 @@ def test_the_server_serves_only_the_page(watcher):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(watcher, path)
     with pytest.raises(urllib.error.HTTPError, match="501"):
-        urllib.request.urlopen(urllib.request.Request(watcher.url, data=b"x", method="POST"), timeout=10)
+        urllib.request.urlopen(urllib.request.Request(watcher.url, data=b"x", method="POST"), timeout=60)
     with pytest.raises(urllib.error.HTTPError, match="403"):  # DNS rebinding: a foreign name for this machine
         get(watcher, Host="evil.example:80")
+
+
+def test_metrics_and_health_are_answered_only_if_asked_for(watcher, tmp_path):
+    for path in ("metrics", "healthz"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(watcher, path)
+    asked = Watcher(tmp_path / "run", metrics=True)
+    try:
+        for path in ("metrics", "healthz"):
+            with pytest.raises(urllib.error.HTTPError, match="503"):  # the run has no files yet
+                get(asked, path)
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                get(asked, path, Host="evil.example:80")
+        (tmp_path / "run/trace.jsonl").write_text(line(1.0, 0, 0, 0, 0, "accepted", 1.0, 0.5))
+        assert get(asked, "healthz") == "the server waits for workers\n"  # none has joined
+        assert parsed(get(asked, "metrics"))["updates",] == 1
+        (tmp_path / "run/summary.json").write_text('{"diverged": true}')
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            get(asked, "healthz")
+        assert parsed(get(asked, "metrics"))["healthy",] == 0
+    finally:
+        asked.close()
 
 
 def test_mistakes_are_reported_in_one_line(tmp_path, capsys):
@@ -56,7 +79,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path, capsys):
             ([str(run), f"port={port}"], "choose another, or port=0"),
             ([str(run), "port=99999"], "port=99999"),
             ([str(tmp_path)], "no config.yaml"),
-            ([str(run), "colour=red"], "known: port=, host="),
+            ([str(run), "colour=red"], "known: port=, host=, metrics="),
             ([], "usage: ringmaster watch RUN_DIR"),
         ):
             assert main(["watch", *arguments]) == 2
@@ -71,7 +94,7 @@ def test_idle_connections_are_closed_and_do_not_pile_up(watcher, monkeypatch):
     monkeypatch.setattr("ringmaster_dist.observe.watch._Handler.timeout", 0.3)
     host, port = watcher.url.removeprefix("http://").rstrip("/").split(":")
     before = threading.active_count()
-    idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(300)]
+    idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(300)]
     assert threading.active_count() - before <= 32
     for stream in idle:
         assert stream.recv(1) == b""

@@ -1,8 +1,9 @@
 "use strict";
 // Small charts, drawn as SVG and canvas. Nothing is loaded from anywhere.
 const SVG = "http://www.w3.org/2000/svg";
-const PALETTE = ["#3b7dd8", "#e69f00", "#1f9e89", "#cc79a7", "#d55e00", "#56b4e9", "#8c6d31", "#7f7f7f"];
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+// The colour and the dashes of a line by its place, as in style.py.
+const look = (place) => ({ colour: colour("line-" + (place % DASHES.length)), dash: DASHES[(place + Math.floor(place / DASHES.length)) % DASHES.length] });
 const tip = () => document.getElementById("tip");
 
 // How wide a chart may be: as its card, so that letters keep their size.
@@ -62,10 +63,10 @@ function extent(values, log) {
   return [low, high];
 }
 
-// Lines: series of {label, colour, x, y, dots, faint}. Options: log, floor (y from here), ceiling, xLabel, unit.
+// Lines: series of {label, colour, dash, x, y, thin, marks}. Options: log, floor (y from here), ceiling, percent, format, xLabel.
 function lineChart(series, options = {}) {
   const wide = options.wide || false, W = room(wide), H = wide ? 300 : 230;
-  const left = 52, right = 12, top = 8, bottom = 34, w = W - left - right, h = H - top - bottom;
+  const left = options.format ? 62 : 52, right = 12, top = 8, bottom = 34, w = W - left - right, h = H - top - bottom;
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
   svg.setAttribute("role", "img");
@@ -85,7 +86,7 @@ function lineChart(series, options = {}) {
   const Y = (v) => top + h - ((scale(v) - scale(y0)) / (scale(y1) - scale(y0))) * h;
   for (const t of options.log ? logTicks(y0, y1) : ticks(y0, y1, 5)) {
     shape(svg, "line", { x1: left, x2: W - right, y1: Y(t), y2: Y(t), stroke: "var(--grid)" });
-    shape(svg, "text", { x: left - 7, y: Y(t) + 4, "text-anchor": "end" }, options.percent ? Math.round(100 * t) + " %" : short(t));
+    shape(svg, "text", { x: left - 7, y: Y(t) + 4, "text-anchor": "end" }, options.percent ? Math.round(100 * t) + " %" : options.format ? options.format(t) : short(t));
   }
   for (const t of ticks(x0, x1, Math.max(3, W / 110)))
     shape(svg, "text", { x: X(t), y: H - bottom + 17, "text-anchor": "middle" }, short(t));
@@ -99,10 +100,10 @@ function lineChart(series, options = {}) {
       path += `${pen ? "L" : "M"}${X(x).toFixed(1)} ${Y(Math.min(Math.max(y, y0), y1)).toFixed(1)}`;
       pen = true;
     });
-    const seen = s.y.map((y, i) => [s.x[i], y]).filter(([, y]) => y !== null);
-    if (seen.length === 1) shape(svg, "circle", { cx: X(seen[0][0]), cy: Y(seen[0][1]), r: 4, fill: s.colour });
-    shape(svg, "path", { d: path, fill: "none", stroke: s.colour, "stroke-width": s.faint ? 1.3 : 2, "stroke-linejoin": "round",
-      opacity: s.faint ? 0.55 : 1, ...(s.dots ? { "stroke-dasharray": "1.5 4.5", "stroke-linecap": "round", "stroke-width": 2.6 } : {}) });
+    const seen = s.y.map((y, i) => [s.x[i], y]).filter(([, y]) => y !== null && (!options.log || y > 0));
+    if (seen.length === 1 || (s.marks && seen.length <= 60))
+      for (const [x, y] of seen) shape(svg, "circle", { cx: X(x), cy: Y(Math.min(Math.max(y, y0), y1)), r: seen.length === 1 ? 4 : 3, fill: s.colour });
+    shape(svg, "path", { d: path, fill: "none", "stroke-linejoin": "round", ...stroke(s) });
   }
   const cross = shape(svg, "line", { y1: top, y2: top + h, stroke: "var(--soft)", "stroke-dasharray": "3 3", opacity: 0 });
   const area = shape(svg, "rect", { x: left, y: top, width: w, height: h, fill: "transparent" });
@@ -112,7 +113,7 @@ function lineChart(series, options = {}) {
     const lines = series.map((s) => {
       let best = 0;
       s.x.forEach((x, i) => { if (s.y[i] !== null && Math.abs(x - at) < Math.abs(s.x[best] - at)) best = i; });
-      return `${s.label}: ${options.percent ? (100 * s.y[best]).toFixed(1) + " %" : short(s.y[best], 4)}`;
+      return `${s.label}: ${options.percent ? (100 * s.y[best]).toFixed(1) + " %" : options.format ? options.format(s.y[best]) : short(s.y[best], 4)}`;
     });
     showTip(event, `${options.xLabel || "seconds"} ${short(at, 4)}\n${lines.join("\n")}`);
   });
@@ -178,11 +179,24 @@ function rowsChart(names, begin, end, paint, describe) {
   return box;
 }
 
+function stroke(s) {
+  return { stroke: s.colour, "stroke-width": s.thin ? 1.3 : 2.2, "stroke-dasharray": (s.dash || []).join(" ") };
+}
+
+// Entries of {label, colour, dash}: those with dashes are lines and are shown as such, the others are areas.
 function legend(entries) {
   const box = element("div", { class: "legend" });
-  for (const [label, colour, style] of entries)
-    box.append(element("span", {}, element("i", style === "dots" ? { class: "dots", style: `border-color:${colour}` }
-      : { style: `background:${colour};opacity:${style === "faint" ? 0.55 : 1}` }), label));
+  for (const entry of entries) {
+    const sample = document.createElementNS(SVG, "svg");
+    sample.setAttribute("viewBox", entry.dash ? "0 0 34 12" : "0 0 12 12");
+    sample.setAttribute("class", entry.dash ? "line" : "area");
+    if (!entry.dash) shape(sample, "rect", { width: 12, height: 12, rx: 3, fill: entry.colour });
+    else {
+      shape(sample, "line", { x1: 0, x2: 34, y1: 6, y2: 6, ...stroke(entry) });
+      if (entry.marks) shape(sample, "circle", { cx: 17, cy: 6, r: 3, fill: entry.colour });
+    }
+    box.append(element("span", {}, sample, entry.label));
+  }
   return box;
 }
 

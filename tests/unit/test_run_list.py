@@ -1,0 +1,149 @@
+"""``ringmaster runs``: the state of each run, comparisons, and what is never removed; and multiruns."""
+
+import fcntl
+import json
+import os
+import re
+import time
+
+import pytest
+
+from ringmaster_dist.cli.main import main
+
+CONFIG = """method: {name: NAME, eta: 0.1}
+problem: {name: quadratic}
+cluster: {workers: 4}
+"""
+SMALL = ["problem.dim=10", "cluster.workers=2", "budget.updates=20"]
+
+
+def make(folder, method="ringmaster", *, gap=None, age=3600.0, **summary):
+    """A run that has written its configuration and metrics, and its summary if there is one. It is an hour old."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(CONFIG.replace("NAME", method))
+    rows = [{"time": 1.0, "version": 7, "evaluation": {"gap": 5.5}}, {"time": 2.0, "version": 9}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"time": 3.0, "ver')
+    if summary:
+        written = {"method": method, "problem": "quadratic", "clock": "virtual", "final_gap": gap, **summary}
+        (folder / "summary.json").write_text(json.dumps(written))
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - age,) * 2)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A folder runs with one run of each state, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs"
+    make(folder / "a", gap=3.0, ended="budget", updates=1234, seconds=60.0, age=400)
+    make(folder / "sweep/0", "rennala", gap=1.0, ended="stopped by the user", updates=50, age=300)
+    make(folder / "sweep/1", gap=9e9, ended="budget", diverged=True, updates=60, age=200)
+    make(folder / "lost", age=100)
+    make(folder / "now", age=0)
+    make(folder / "torn", ended="budget", updates=1)
+    (folder / "torn/summary.json").write_text('{"updates": 1')
+    make(folder / "edited", gap="low", ended="budget", updates=1)
+    (folder / "other").mkdir()
+    (folder / "other/config.yaml").write_text("colour: red\n")  # another program's
+    return folder
+
+
+def listed(capsys, *words):
+    capsys.readouterr()
+    assert main(["runs", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_each_run_has_one_line_with_its_state(runs, capsys):
+    found = {line["path"]: line for line in listed(capsys)}
+    states = {name.removeprefix("runs/"): line["state"] for name, line in found.items()}
+    assert states == {"a": "finished", "sweep/0": "stopped", "sweep/1": "diverged", "lost": "crashed",
+                      "now": "running", "torn": "damaged", "edited": "damaged"}  # fmt: skip
+    lost = found["runs/lost"]
+    assert (lost["updates"], lost["seconds"], lost["value"], lost["method"]) == (9, 2.0, 5.5, "ringmaster")
+    assert main(["runs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(found)
+    assert "runs/torn is damaged: summary.json cannot be read" in lines
+    assert any(line.split()[:8] == ["runs/a", "finished", "quadratic", "ringmaster", "gap", "3", "1,234", "60.0"]
+               for line in lines)  # fmt: skip
+
+
+def test_runs_are_sorted_and_filtered(runs, capsys):
+    def names(*words):
+        return [line["path"].removeprefix("runs/") for line in listed(capsys, *words)]
+
+    assert names("sort=loss", "limit=3") == ["sweep/0", "a", "lost"]
+    assert names("sort=updates", "method=ringmaster", "limit=2") == ["a", "sweep/1"]
+    assert names("method=ringmaster", "limit=2") == ["now", "lost"]  # the newest first
+    assert names("state=running") == ["now"]
+    assert names("runs/sweep", "sort=name") == ["sweep/0", "sweep/1"]
+    assert main(["runs", "nowhere"]) == 2
+    assert main(["runs", "sort=colour"]) == 2
+    assert "must be one of changed" in capsys.readouterr().err
+
+
+def test_a_comparison_shows_the_keys_that_differ_and_the_results(runs, capsys):
+    assert main(["runs", "compare", "runs/a", "runs/sweep/0"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["method.name", "ringmaster", "rennala"] in rows
+    assert ["result", "gap", "3", "gap", "1"] in rows
+    assert not any(row[:1] == ["method.eta"] for row in rows)
+    for words in (["runs/a"], ["runs/a", "runs/torn"], ["runs/a", "runs/other"]):
+        assert main(["runs", "compare", *words]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_only_runs_that_are_over_are_removed_and_only_their_own_files(runs, capsys):
+    (runs / "a/notes.txt").write_text("mine")
+    (runs / "a/checkpoints").mkdir()
+    (runs / "a/checkpoints/one").write_bytes(bytes(5000))
+    held = (runs / "sweep/1/.lock").open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)  # as a server that is still evaluating
+    for refused, reason in [("now", "is running"), ("other", "not the directory of a run"), ("sweep", "not the dir"),
+                            ("sweep/1", "at work"), ("nowhere", "not the directory of a run")]:  # fmt: skip
+        before = sorted(runs.rglob("*"))
+        assert main(["runs", "remove", "runs/a", f"runs/{refused}", "--yes"]) == 2
+        assert reason in capsys.readouterr().err
+        assert sorted(runs.rglob("*")) == before
+    held.close()
+    assert main(["runs", "remove", "runs/a"]) == 2  # there is no terminal to ask
+    assert "add --yes" in capsys.readouterr().err
+    size = sum(path.stat().st_size for path in (runs / "a").rglob("*") if path.is_file()) - len("mine")
+    assert main(["runs", "remove", "runs/a", "runs/sweep/0", "runs/a/", "--yes"]) == 0
+    output = capsys.readouterr().out
+    assert f"{size / 1000:.3g} kB in " in output
+    assert "notes.txt stays" in output
+    assert [path.name for path in (runs / "a").iterdir()] == ["notes.txt"]
+    assert not (runs / "sweep/0").exists()
+
+
+def test_a_multirun_names_its_jobs_and_ends_with_a_table_and_a_page(tmp_path, monkeypatch, capsys):
+    """A job that diverges does not end it, and without run.dir its jobs have one folder."""
+    monkeypatch.chdir(tmp_path)
+    code = main(["simulate", "-m", *SMALL, "method=ringmaster,rennala", "method.eta=1e30,0.3"])
+    assert code == 1  # two jobs have diverged
+    output = capsys.readouterr().out
+    assert "job 2 of 4: method=ringmaster method.eta=0.3\n" in output
+    (folder,) = (tmp_path / "runs").iterdir()
+    rows = output.partition("all 4 jobs\n")[2].splitlines()[1:5]
+    assert [row.split()[:4] for row in rows] == [
+        ["1", "method=ringmaster", "method.eta=1e+30", "diverged"],
+        ["2", "method=ringmaster", "method.eta=0.3", "finished"],
+        ["3", "method=rennala", "method.eta=1e+30", "diverged"],
+        ["4", "method=rennala", "method.eta=0.3", "finished"],
+    ]
+    assert rows[3].endswith(f"runs/{folder.name}/3")
+    labels = re.findall(r'"label":"(method=\w+),[^"]*(eta=[^",]+)', (folder / "report/report.html").read_text())
+    assert [" method.".join(label) for label in labels] == [" ".join(row.split()[1:3]) for row in rows]
+
+
+def test_several_values_without_multirun_say_what_to_do(capsys):
+    assert main(["simulate", "method.eta=0.1,0.2"]) == 2
+    assert capsys.readouterr().err.startswith("ringmaster: method.eta=0.1,0.2: these are several values; with -m")
+    assert main(["train", "-m", "method.eta=0.1,0.2", "resume=runs/a"]) == 2
+    assert "resume=auto" in capsys.readouterr().err
+    for one in (["--cfg", "job"], ["--dry-run"]):
+        assert main(["train", "-m", "method.eta=0.1,0.2", *one]) == 2
+        assert "leave out -m" in capsys.readouterr().err
