@@ -1,6 +1,23 @@
 """``python -m ringmaster_dist`` is the ``ringmaster`` command."""
 
-from ringmaster_dist.cli.main import main
+from __future__ import annotations
+
+import sys
+
+from ringmaster_dist.signals import end_at_once, raise_when_stopped
+
+
+def main() -> int:
+    """Runs one command. Ctrl+C during the imports, and after the command, ends the process without a traceback."""
+    end_at_once()
+
+    from ringmaster_dist.cli.main import main as ringmaster
+
+    raise_when_stopped()
+    code = ringmaster(sys.argv[1:])
+    end_at_once()
+    return code
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -35,10 +35,19 @@ class Receipt(NamedTuple):
 
 
 # Programs with different versions of these messages refuse each other.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 _MOST = 2**62  # of anything that is counted
 _MOST_DEVICES, _LONGEST_WORD = 128, 100  # of one worker's machine, and of their names and titles
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-9, 1e9  # rates and their sums stay finite
+
+
+def as_word(text: str) -> str:
+    """A name that a message may have. Characters that are not allowed become question marks."""
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)[:_LONGEST_WORD]
+
+
+def _is_word(word: object) -> bool:
+    return type(word) is str and len(word) <= _LONGEST_WORD and word.isascii() and word.isprintable()
 
 
 class Device(NamedTuple):
@@ -49,13 +58,11 @@ class Device(NamedTuple):
 
     @classmethod
     def described(cls, name: str, title: str) -> Device:
-        """The device in words that `is_well_formed` accepts. Other characters become question marks."""
-        return cls(name, "".join(c if c.isascii() and c.isprintable() else "?" for c in title)[:_LONGEST_WORD])
+        """The device in words that `is_well_formed` accepts."""
+        return cls(name, as_word(title))
 
     def is_well_formed(self) -> bool:
-        return all(
-            type(word) is str and len(word) <= _LONGEST_WORD and word.isascii() and word.isprintable() for word in self
-        )
+        return all(map(_is_word, self))
 
     def __str__(self) -> str:
         return f"{self.name} ({self.title})" if self.title.lower() != self.name else self.name
@@ -67,6 +74,7 @@ class Seat(NamedTuple):
     slot: int  # its place in the delay profile
     device: Device = Device()
     ranks: int = 1  # the number of processes that compute one gradient
+    host: str = ""  # the name of its machine
 
 
 class JoinRequest(NamedTuple):
@@ -77,18 +85,19 @@ class JoinRequest(NamedTuple):
     slot: int  # its place in the delay profile; -1 stands for its own id
     devices: tuple[Device, ...] = ()  # it computes on one of these, see `seat`
     ranks: int = 1  # the number of processes that compute one gradient of this worker
+    host: str = ""  # the name of its machine
 
     def is_well_formed(self) -> bool:
         """Whether every field has its type. A peer may send anything."""
         words = type(self.token) is str and self.token.isascii()
         numbers = type(self.protocol_version) is type(self.slot) is type(self.ranks) is int
-        return words and numbers and _are_devices(self.devices)
+        return words and numbers and _is_word(self.host) and _are_devices(self.devices)
 
     def seat(self, worker: int) -> Seat:
         """Workers take the devices of a machine in turn, by their slots."""
         slot = self.slot if self.slot >= 0 else worker
         device = self.devices[slot % len(self.devices)] if self.devices else Device()
-        return Seat(slot, device, self.ranks)
+        return Seat(slot, device, self.ranks, self.host)
 
 
 class Welcome(NamedTuple):

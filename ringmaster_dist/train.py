@@ -8,18 +8,24 @@ from __future__ import annotations
 import os
 import sys
 
-from ringmaster_dist.cli.main import main as ringmaster
-from ringmaster_dist.config.errors import exit_code_of
-from ringmaster_dist.transport.process_settings import prepare_environment
+from ringmaster_dist.signals import end_at_once, raise_when_stopped
 
 
 def main(argv: list[str]) -> int:
+    end_at_once()
+
+    from ringmaster_dist.cli.main import main as ringmaster
+    from ringmaster_dist.config.errors import exit_code_of
+    from ringmaster_dist.transport.process_settings import prepare_environment
+
     if "RANK" not in os.environ:
+        raise_when_stopped()
         return ringmaster(["train", *argv])
     prepare_environment()  # before torch is imported
 
     from ringmaster_dist.runtime.torchrun_rank import take_part
 
+    raise_when_stopped()
     return exit_code_of(lambda: take_part(argv))
 
 

@@ -92,7 +92,9 @@ def _train(path: Path, overrides: list[str], seconds: float, faults: Sequence[Fa
         code = supervise(config, directory, work=partial(_work_with_saboteur, str(path / "faults.jsonl")), watch=watch)
     finally:
         injector.release()
-    if code == 0 and not injector.is_over:
+    if code >= 128 and injector.is_over:
+        code = 0  # the injector has stopped it
+    elif code in (0, 130, 143):
         raise UserError(f"the run in {path} was stopped before its time: there is nothing to account for")
     if code != 0:
         raise UserError(

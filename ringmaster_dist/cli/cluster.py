@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _ENOUGH = 0.9  # of the updates that accepting everything would make
 _LISTED_WORKERS = 12
+_AUTO = "auto"  # the value of method.threshold
 
 
 def _cluster_options(parser: Parser) -> None:
@@ -96,8 +97,9 @@ def run_theory(arguments: Namespace, overrides: list[str]) -> int:
     print(f"waiting for all: T({updates:,}) = {updates * times[-1]:.4g} s")
     _print_schedules(config, updates)
     if arguments.plot:
-        _plot(arguments.plot, means.tolist(), thresholds, totals, updates, updates * times[-1])
-        print(f"drawn: {arguments.plot}")
+        from ringmaster_dist.observe.cluster_figures import draw_theory
+
+        _drawn(arguments.plot, draw_theory, means.tolist(), thresholds, totals, updates, updates * times[-1])
     return 0
 
 
@@ -138,44 +140,33 @@ def _print_schedules(config: Config, updates: int) -> None:
               f"R = {schedule.threshold(k):g}")  # fmt: skip
 
 
-def _plot(
-    path: Path, means: Sequence[float], thresholds: Sequence[int], totals: Sequence[float], updates: int, waiting: float
-) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
-    left.plot(range(1, len(means) + 1), means)
-    left.set(xlabel="m quickest workers", ylabel="harmonic mean H_m, seconds")
-    right.plot(thresholds, totals, marker="o", label=f"at most, {updates:,} updates")
-    right.axhline(waiting, color="C3", linestyle="--", label="waiting for all")
-    right.set(xlabel="threshold R", ylabel="seconds", xscale="log", yscale="log")
-    right.legend()
-    figure.tight_layout()
+def _drawn(path: Path, draw: Callable[..., None], *numbers: Any) -> None:
+    """Draws to the path and says so. Raises UserError if the file cannot be written."""
     try:
-        figure.savefig(path, dpi=150)
+        draw(path, *numbers)
     except (OSError, ValueError) as error:
         raise UserError(f"plot={path} cannot be written ({error})") from error
-    plt.close(figure)
+    print(f"drawn: {path}")
 
 
 def advise_options(parser: Parser) -> None:
     _cluster_options(parser)
+    parser.setting("plot=FILE.png", "also draw what each candidate would do", Path)
 
 
 def run_advise(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster advise [SOURCE] [thresholds=R,R,...] [key=value ...]
+    """ringmaster advise [SOURCE] [thresholds=R,R,...] [plot=FILE.png] [key=value ...]
 
     Plays candidate methods and thresholds on a cluster in virtual time and shows what each would do: updates per
     second, wasted compute, workers that would starve (none of their gradients is ever accepted), speed-up over
-    synchronous training. Then it recommends a threshold. It is the smallest that uses nine
-    tenths of the work that accepting everything would use, because a larger one only adds older gradients. For this
-    threshold it also shows how much of each worker's work is accepted. "slow half" is the share of accepted gradients
-    that comes from the slower half of the workers. SOURCE is times=,
-    file=, run=, or the word gpus for the paper's table of GPUs. Without it, the times come from the configuration:
-    cluster.workers=8 cluster.profile=linear cluster.unit_seconds=1 ...
+    synchronous training. "ringmaster auto" is method.threshold=auto, the default, as long as late gradients help: then
+    it accepts all of them. It lowers its threshold when they do not, which depends on the problem, and then one of the
+    rows with a fixed R says what it does. Then it recommends a fixed threshold, for those who want one. It is the
+    smallest that uses nine tenths of the work that accepting everything would use, because a larger one only adds older
+    gradients. For this threshold it also shows how much of each worker's work is accepted. "slow half" is the share of
+    accepted gradients that comes from the slower half of the workers. SOURCE is times=, file=, run=, or the word gpus
+    for the paper's table of GPUs. Without it, the times come from the configuration: cluster.workers=8
+    cluster.profile=linear cluster.unit_seconds=1 ...
 
     With problem=nanochat cluster.batch=auto it also plays rows by speed, and "grads/s" are the accepted gradients per
     second, in gradients of problem.batch rows. A time is that of such a gradient.
@@ -209,9 +200,20 @@ def run_advise(arguments: Namespace, overrides: list[str]) -> int:
     chosen, advised = thresholds[candidates.index(name)], found[name]
     _print_table(["worker", "s/gradient", *(["rows"] if rows_bounds else []), "accepted of what it began",
                   "share of updates"], _by_worker(times, advised))  # fmt: skip
-    print(f"advice: method=ringmaster method.threshold={chosen}{' cluster.batch=auto' if rows_bounds else ''} "
+    by_speed = " cluster.batch=auto" if rows_bounds else ""
+    automatic = found[_candidate(_AUTO, by_speed=rows_bounds is not None)]
+    print(f"advice: method=ringmaster method.threshold={chosen}{by_speed} "
           f"({advised.updates_per_second:.4g} updates/s, {advised.work_per_second / most:.0%} of the work that "
           "accepting everything would use)")  # fmt: skip
+    print(f"    or: method=ringmaster method.threshold={_AUTO}{by_speed} ({automatic.updates_per_second:.4g} updates/s "
+          "as long as late gradients help; it finds out during the run)")  # fmt: skip
+    if arguments.plot:
+        from ringmaster_dist.observe.cluster_figures import draw_advice
+
+        work = {name: played.work_per_second for name, played in found.items()}
+        wasted = {name: played.wasted_fraction for name, played in found.items()}
+        useful = [int(a) / max(1, int(b)) for a, b in zip(advised.accepted, advised.begun, strict=True)]
+        _drawn(arguments.plot, draw_advice, work, wasted, name, useful)
     return 0
 
 
@@ -223,7 +225,9 @@ def _rows_bounds(config: Config) -> tuple[int, int, int] | None:
     return usual, cluster.batch_min, cluster.batch_max or usual
 
 
-def _candidate(threshold: int, *, by_speed: bool) -> str:
+def _candidate(threshold: int | str, *, by_speed: bool) -> str:
+    if threshold == _AUTO:
+        return "rows auto, R auto" if by_speed else "ringmaster auto"
     return f"rows auto, R={threshold}" if by_speed else f"ringmaster R={threshold}"
 
 
@@ -236,14 +240,19 @@ def _forecasts(
     from ringmaster_dist.algorithm.schedules import Constant
     from ringmaster_dist.simulation.forecast import forecast, horizon_of
 
+    everything = Method(Constant(0.1, 0.1, math.inf))
     candidates: dict[str, Method] = {
         **{_candidate(r, by_speed=False): Method(Constant(0.1, 0.1, r)) for r in thresholds},
-        "asynchronous": Method(Constant(0.1, 0.1, math.inf)),
+        _candidate(_AUTO, by_speed=False): everything,
+        "asynchronous": everything,
         f"rennala B={len(times)}": Rennala(Constant(0.1, 0.1), len(times)),
         "synchronous": Synchronous(Constant(0.1, 0.1)),
     }
-    by_speed = [_candidate(r, by_speed=True) for r in thresholds] if rows_bounds else []
-    candidates |= {name: Method(Constant(0.1, 0.1, r)) for name, r in zip(by_speed, thresholds, strict=False)}
+    by_speed: dict[str, Method] = {}
+    if rows_bounds:
+        by_speed = {_candidate(r, by_speed=True): Method(Constant(0.1, 0.1, r)) for r in thresholds}
+        by_speed[_candidate(_AUTO, by_speed=True)] = everything
+    candidates |= by_speed
     horizon = horizon_of(times)
     return {
         name: forecast(

@@ -30,6 +30,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("train", "train", "train in real time with a server and workers over torch RPC", True, "train"),
     Command("worker", "worker", "add workers of this machine to a run whose server is on another machine"),
+    Command("runs", "run_list", "list runs, compare them, or remove them"),
     Command("report", "runs", "draw figures and a page of what runs did"),
     Command("watch", "runs", "show a run in the browser while it continues"),
     Command("dashboard", "runs", "make the wandb workspace for a run's project"),

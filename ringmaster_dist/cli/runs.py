@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringmaster_dist.cli.parser import Parser, whole
+from ringmaster_dist.cli.parser import Parser, one_of, whole
 from ringmaster_dist.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,36 +49,44 @@ def watch_options(parser: Parser) -> None:
     )
     parser.setting("port=N", "the port to listen on; 0 takes a free one", whole(0, 65535), 0)
     parser.setting("host=ADDRESS", "the address to listen on; only this machine can reach 127.0.0.1", str, "127.0.0.1")
+    parser.setting(
+        "metrics=true", "also answer /metrics (for Prometheus) and /healthz", one_of("true", "false"), "false"
+    )
 
 
 def run_watch(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster watch RUN_DIR [port=N] [host=ADDRESS]
+    """ringmaster watch RUN_DIR [port=N] [host=ADDRESS] [metrics=true]
 
     Serves the page of ringmaster report for a run while it continues, and keeps it up to date. It only reads the run
     directory, so it does not disturb the run. Ctrl+C ends it. ringmaster train watch=true does the same while it
     trains.
 
-    Example
+    With metrics=true the port also answers /metrics and /healthz, which docs/metrics.md defines. Nobody is asked for a
+    password, so choose a host= that only those reach who may see the run.
+
+    Examples
       ringmaster watch runs/a port=8000
+      ringmaster watch runs/a port=9400 metrics=true
     """
-    from ringmaster_dist.runtime.processes import stop_signals
+    from ringmaster_dist.signals import stop_signals
 
     _require_config(arguments.run_dir, "a train or simulate")
-    watcher = open_watcher(arguments.run_dir, arguments.port, arguments.host)
+    metrics = arguments.metrics == "true"
+    watcher = open_watcher(arguments.run_dir, arguments.port, arguments.host, metrics=metrics)
     print(f"{arguments.run_dir} is shown at {watcher.url} (Ctrl+C ends this)", flush=True)
     with stop_signals() as asked:
         while not asked():
             time.sleep(0.1)
     watcher.close()
-    return 0
+    return asked.exit_code
 
 
-def open_watcher(directory: Path, port: int = 0, host: str = "127.0.0.1") -> Watcher:
+def open_watcher(directory: Path, port: int = 0, host: str = "127.0.0.1", *, metrics: bool = False) -> Watcher:
     """Serves the page of a run from now on. Raises UserError if the port is not available."""
     from ringmaster_dist.observe.watch import Watcher
 
     try:
-        return Watcher(directory, port, host)
+        return Watcher(directory, port, host, metrics=metrics)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
@@ -150,14 +158,23 @@ def run_replay(arguments: Namespace, overrides: list[str]) -> int:
     Recomputes a real run from its trace in one process. The same gradients arrive in the same order, and each is
     computed again at the iterate of its version. It says whether verdicts, losses and the final iterate are the same
     bits, or where the first difference is. If an accelerator computed a part of the run, verdicts have to be the same
-    and losses equal to 2 %. The exit code is 0 if the run is the same and 1 if not.
+    and losses equal to 2 %. The progress is shown on stderr. The exit code is 0 if the run is the same and 1 if not.
     """
     if not arguments.run_dir.is_dir():
         raise UserError(f"{arguments.run_dir} is not a directory: give the run.dir of a finished ringmaster train")
 
+    from rich.console import Console
+
+    from ringmaster_dist.observe.console import ProgressLine
+    from ringmaster_dist.observe.run_files import belong_together
     from ringmaster_dist.simulation.replay import replay
 
-    outcome = replay(arguments.run_dir)
+    line = ProgressLine(Console(stderr=True))
+    try:
+        with belong_together(arguments.run_dir):
+            outcome = replay(arguments.run_dir, line.show)
+    finally:
+        line.close()
     verdict = "same" if outcome.same else "DIFFERENT"
     print(f"{verdict}: {outcome.updates:,} updates, {outcome.pushes:,} arrivals: {outcome.message}")
     return 0 if outcome.same else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 
 from ringmaster_dist.cli.configured import configuration_options, run_configured
@@ -21,8 +20,8 @@ def run_simulate(arguments: Namespace, overrides: list[str]) -> int:
 
       init=RUN_DIR|FILE  begin from the weights of a run, of a checkpoint or of a safetensors file
 
-    Exit code 0: the budget is used up. 1: the loss has diverged. 130: stopped; the results so far were written.
-    2: a mistake.
+    Exit code 0: the budget is used up. 1: the loss has diverged. 130 or 143: stopped by Ctrl+C or SIGTERM; the results
+    so far were written. 2: a mistake.
 
     Examples
       ringmaster simulate
@@ -35,21 +34,22 @@ def run_simulate(arguments: Namespace, overrides: list[str]) -> int:
 
 def _simulate(overrides: list[str]) -> int:
     from ringmaster_dist.config.compose import compose, to_typed
+    from ringmaster_dist.config.sizes import refuse_too_many_simulated
 
     composed = compose(overrides)
     config = to_typed(composed)
-
-    from rich.console import Console
+    refuse_too_many_simulated(config)
 
     from ringmaster_dist.config.describe import annotated
     from ringmaster_dist.config.profile_file import warn_about_times
+    from ringmaster_dist.observe.closing import Stdout
     from ringmaster_dist.observe.console import ProgressLine
     from ringmaster_dist.observe.loggers import open_logger
     from ringmaster_dist.observe.report import show_summary
     from ringmaster_dist.observe.run_directory import RunDirectory
-    from ringmaster_dist.runtime.processes import stop_signals
     from ringmaster_dist.runtime.rehearsal import rehearse
     from ringmaster_dist.runtime.saved_weights import chosen_weights, write_initial
+    from ringmaster_dist.signals import stop_signals
     from ringmaster_dist.simulation.session import simulate
 
     warn_about_times(config)
@@ -57,10 +57,12 @@ def _simulate(overrides: list[str]) -> int:
     initial = chosen_weights(config)
     name = f"{config.problem.name}-{config.method.name}"
     directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
+    directory.lock()
     write_initial(directory.path, initial)
     composed.run.dir = str(directory.path)
     directory.write_config(annotated(composed) + "\n")
-    line = ProgressLine(Console(file=sys.stdout))
+    directory.add_command("ringmaster simulate", overrides)
+    line = ProgressLine(Stdout())
     try:
         with stop_signals() as stopping:
             logger = open_logger(config.logger, directory.path, annotated(composed))
@@ -68,5 +70,5 @@ def _simulate(overrides: list[str]) -> int:
     finally:
         line.close()
     logger.close(summary)
-    code = show_summary(directory, report=config.run.report)
-    return code or (0 if summary.ended == "budget" else 130)
+    code = show_summary(directory, report=config.run.report and not stopping())
+    return code or stopping.exit_code

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 
 from ringmaster_dist.cli.configured import configuration_options, run_configured
 from ringmaster_dist.cli.parser import Parser
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.signals import STOPPED
 
 if TYPE_CHECKING:
     from ringmaster_dist.config.schema import Config
+    from ringmaster_dist.observe.run_directory import RunDirectory
 
 
 def train_options(parser: Parser) -> None:
@@ -29,12 +32,15 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
     directory, which ringmaster replay RUN_DIR then verifies.
 
       resume=RUN_DIR     resume a run that was stopped, or lost its machine, from its newest good checkpoint. The
-                         configuration is the run's own. budget.*, cluster.*, server.*, checkpoint.* and logger.* may be
-                         given again, except cluster.batch*, cluster.threads and server.compute_threads (the bits depend
-                         on them), and budget.updates if step sizes depend on it (method.warmup, method.decay, theory).
-                         In that case, train the weights further in a new run with init=RUN_DIR.
-      resume=auto        resume the run in run.dir if there is one, otherwise begin it. The command stays the same each
-                         time, which suits a program that restarts it. A run that is over stays as it is.
+                         configuration is the run's own. budget.*, cluster.*, server.*, checkpoint.*, logger.* and
+                         run.report may be given again, except cluster.batch*, cluster.threads and
+                         server.compute_threads (the bits depend on them), and budget.updates if step sizes depend on
+                         it (method.warmup, method.decay, theory). In that case, train the weights further in a new run
+                         with init=RUN_DIR.
+      resume=URL run.dir=DIR
+                         copy the newest checkpoint from where checkpoint.mirror=URL has put it, and resume in DIR
+      resume=auto        resume the run in run.dir, or else at checkpoint.mirror, or else begin it. The command stays
+                         the same each time, which suits a program that restarts it. A run that is over stays as it is.
       init=RUN_DIR|FILE  begin from the weights of a run (its newest good checkpoint), of one checkpoint, or of a
                          safetensors file that has every trained parameter by name, such as an exported one. A
                          checkpoint of nanochat (model_NNNNNN.pt, or its folder) is one too. They are copied into the
@@ -51,8 +57,9 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
                          with --max-restarts=N, restarted ranks resume the run
       ringmaster worker server=$(cat RUN_DIR/address) token_file=RUN_DIR/token     adds a worker at any time
 
-    Exit code 0: the run is over, or was stopped by Ctrl+C or SIGTERM. 1: the server, or every worker, failed each time
-    it was started, or the loss has diverged. 2: a mistake; the line on stderr says which.
+    Exit code 0: the run is over. 130 or 143: it was stopped by Ctrl+C or SIGTERM, and can be resumed. 1: the server,
+    or every worker, failed each time it was started, or the loss has diverged. 2: a mistake; the line on stderr says
+    which.
 
     Examples
       ringmaster train method=ringmaster method.threshold=4 run.dir=runs/a && ringmaster replay runs/a
@@ -63,6 +70,8 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
         from ringmaster_dist.runtime.dry_run import dry_run
         from ringmaster_dist.runtime.preparation import prepare_dry_run
 
+        if arguments.multirun:
+            raise UserError("--dry-run is for one run: leave out -m, and give one value for each key")
         config, initial = prepare_dry_run(overrides)
         _explain_recipe(config, overrides)
         return dry_run(config, initial)
@@ -86,20 +95,21 @@ def _explain_recipe(config: Config, overrides: list[str]) -> None:
 
 def _train(overrides: list[str]) -> int:
     """Prepares a run directory, supervises the processes until the run is over, and shows how it ended."""
-    from rich.console import Console
-
     from ringmaster_dist.config.compose import compose, to_typed
+    from ringmaster_dist.config.sizes import refuse_too_many_processes
     from ringmaster_dist.runtime.processes import prepare_fork_server
 
     if not any(word.startswith("resume=") for word in overrides):
-        to_typed(compose(overrides, "train"), real_time=True)  # a mistake is reported before a process is started
+        # A mistake is reported before a process is started.
+        refuse_too_many_processes(to_typed(compose(overrides, "train"), real_time=True))
         prepare_fork_server()
 
     from ringmaster_dist.cli.runs import open_watcher
-    from ringmaster_dist.cli.weights import write_sample
-    from ringmaster_dist.config.schema import CHECKOUT, TEXT_PROBLEMS
+    from ringmaster_dist.observe.closing import Stdout
     from ringmaster_dist.observe.console import LiveTable
     from ringmaster_dist.observe.report import show_summary
+    from ringmaster_dist.observe.run_files import SAMPLE
+    from ringmaster_dist.runtime.placement import local_workers
     from ringmaster_dist.runtime.preparation import RunIsOver, prepare
     from ringmaster_dist.runtime.supervisor import supervise
 
@@ -109,17 +119,33 @@ def _train(overrides: list[str]) -> int:
         print(over)
         return 0
     _explain_recipe(config, overrides)
-    budget, console = config.budget, Console(file=sys.stdout)
-    table = LiveTable(directory.path, console, budget.updates or math.inf, budget.seconds or math.inf)
+    budget, console = config.budget, Stdout()
+    others = config.cluster.workers > local_workers(config)
+    table = LiveTable(
+        directory.path, console, budget.updates or math.inf, budget.seconds or math.inf,
+        awaited=config.cluster.workers if others else 0, local_steps=config.local.steps,
+    )  # fmt: skip
     if config.watch:
-        print(f"the run is shown at {open_watcher(directory.path).url}", flush=True)
+        watcher = open_watcher(directory.path, config.watch_port, metrics=config.watch_metrics)
+        print(f"the run is shown at {watcher.url}", flush=True)
     try:
         code = supervise(config, directory, table.update)
     finally:
         table.close()
+    if code in STOPPED:
+        return _say_stopped(directory, code)
     if code == 0:
         code = show_summary(directory, report=config.run.report)
-    if code == 0 and config.problem.name in TEXT_PROBLEMS:
-        print("  a sample (ringmaster sample writes more):\n", flush=True)
-        write_sample(directory.path, "" if config.problem.name == CHECKOUT else "def ", 80)
+    if code == 0 and (sample := directory.shown(SAMPLE)):
+        print(f"  a sample (ringmaster sample writes more):\n\n{sample}", flush=True)
     return code
+
+
+def _say_stopped(directory: RunDirectory, code: int) -> int:
+    """Shows how far a run came that a signal has stopped. It draws nothing, since the user wants to leave."""
+    from ringmaster_dist.observe.report import show_summary
+
+    if directory.summary() is None:
+        print("ringmaster: stopped before the run began", file=sys.stderr)
+        return code
+    return show_summary(directory, report=False) or code

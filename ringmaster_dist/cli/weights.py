@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -10,34 +12,50 @@ from pathlib import Path
 from ringmaster_dist.cli.parser import Parser, number, one_of, whole
 from ringmaster_dist.config.errors import UserError
 
+_PROMPT_TOKENS = 12  # of a prompt that is taken from the data
+
 
 def _weights_argument(parser: Parser) -> None:
     parser.add_argument("weights", metavar="RUN_DIR|CHECKPOINT|WEIGHTS", type=Path,
                         help="a run (its newest good checkpoint), one checkpoint, or exported weights")  # fmt: skip
 
 
+def _checkpoint_setting(parser: Parser) -> None:
+    parser.setting("checkpoint=NAME", "which weights of a run: newest, or best (those of its lowest evaluation)",
+                   one_of("newest", "best"), "newest")  # fmt: skip
+
+
 def eval_options(parser: Parser) -> None:
     _weights_argument(parser)
+    _checkpoint_setting(parser)
     parser.option("--rows N", "evaluate only N rows, spread over the validation part", whole(1))
 
 
 def run_eval(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster eval RUN_DIR|CHECKPOINT|WEIGHTS [--rows N]
+    """ringmaster eval RUN_DIR|CHECKPOINT|WEIGHTS [checkpoint=best] [--rows N]
 
     Evaluates weights. For a language model it prints the loss per token and the bits per byte over the whole validation
-    part.
+    part, and shows its progress on stderr.
     """
     import torch
+    from rich.console import Console
 
+    from ringmaster_dist.observe.console import ProgressLine
     from ringmaster_dist.problems.nanochat.problem import TextProblem
     from ringmaster_dist.runtime.saved_weights import find_weights
 
-    weights = find_weights(arguments.weights)
+    weights = find_weights(arguments.weights, best=arguments.checkpoint == "best")
     problem = weights.problem
     torch.set_num_threads(weights.config.server.compute_threads)  # as in the server, so that sums round the same way
     if isinstance(problem, TextProblem):
         problem.validation_rows = arguments.rows or len(problem.rows.validation)
-    found = problem.evaluate(weights.iterate)
+    line = ProgressLine(Console(stderr=True))
+    if isinstance(problem, TextProblem):
+        problem.on_scored = lambda done, rows: line.show(done / rows, f"{done:,} of {rows:,} rows")
+    try:
+        found = problem.evaluate(weights.iterate)
+    finally:
+        line.close()
     figures = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
     print(f"{weights.path.name} ({weights.version:,} updates): {figures}")
     return 0
@@ -45,7 +63,9 @@ def run_eval(arguments: Namespace, overrides: list[str]) -> int:
 
 def sample_options(parser: Parser) -> None:
     _weights_argument(parser)
-    parser.option("--prompt TEXT", "how the text begins; without it, a new document begins", str, "")
+    _checkpoint_setting(parser)
+    parser.option("--prompt TEXT", "how the text begins; without it, as a row of the validation data does; '' begins "
+                  "a new document")  # fmt: skip
     parser.option("--tokens N", "how many tokens to add; beyond the context, the oldest are forgotten", whole(1), 100)
     parser.option("--temperature T", "0 takes the likeliest token each time", number(0), 0.8)
     parser.option("--top-k K", "choose among the K likeliest tokens; 0 chooses among all", whole(0), 50)
@@ -56,20 +76,21 @@ def sample_options(parser: Parser) -> None:
 
 
 def run_sample(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster sample RUN_DIR|CHECKPOINT|WEIGHTS [--prompt TEXT] [--interactive] [options]
+    """ringmaster sample RUN_DIR|CHECKPOINT|WEIGHTS [--prompt TEXT] [checkpoint=best] [--interactive] [options]
 
     Generates text with a trained language model.
 
     Examples
-      ringmaster sample runs/a --prompt 'def '
+      ringmaster sample runs/a
+      ringmaster sample runs/a checkpoint=best --prompt 'def '
       ringmaster sample runs/a --interactive
     """
     writer = Writer(
         arguments.weights, temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed,
-        cached=not arguments.no_cache,
+        cached=not arguments.no_cache, best=arguments.checkpoint == "best",
     )  # fmt: skip
     if not arguments.interactive:
-        writer.write(arguments.prompt, arguments.tokens)
+        writer.write(writer.prompt_of_data() if arguments.prompt is None else arguments.prompt, arguments.tokens)
         return 0
     is_terminal = sys.stdin.isatty()
     if arguments.prompt:
@@ -82,21 +103,18 @@ def run_sample(arguments: Namespace, overrides: list[str]) -> int:
         writer.write(line, arguments.tokens)
 
 
-def write_sample(path: Path, prompt: str, num_tokens: int) -> None:
-    """Writes the prompt and the text that a model continues it with to stdout. Raises UserError."""
-    Writer(path, temperature=0.8, top_k=50, seed=0, cached=True).write(prompt, num_tokens)
-
-
 class Writer:
     """Writes a text to stdout, token by token, and remembers it. The context slides over a text that is longer."""
 
-    def __init__(self, path: Path, *, temperature: float, top_k: int, seed: int, cached: bool) -> None:
+    def __init__(
+        self, path: Path, *, temperature: float, top_k: int, seed: int, cached: bool, best: bool = False
+    ) -> None:
         """Raises UserError if the weights are not of a language model, or not finite."""
         from ringmaster_dist.problems.nanochat.generate import reader_of
         from ringmaster_dist.problems.nanochat.problem import TextProblem
         from ringmaster_dist.runtime.saved_weights import find_weights
 
-        weights = find_weights(path)
+        weights = find_weights(path, best=best)
         problem = weights.problem
         if not isinstance(problem, TextProblem):
             raise UserError(f"{path} is of problem={weights.config.problem.name}: only a language model writes text")
@@ -104,9 +122,18 @@ class Writer:
         if not math.isfinite(problem.evaluate(weights.iterate)["loss"]):
             raise UserError(f"{path}: these weights give no finite numbers, so no text: the run has diverged")
         problem.load(weights.iterate)
-        self._tokenizer, self._reader = problem.tokenizer(), reader_of(problem, cached=cached)
+        self._problem, self._tokenizer = problem, problem.tokenizer()
+        self._reader = reader_of(problem, cached=cached)
         self._temperature, self._top_k, self._seed = temperature, top_k or None, seed
         self._pending = [self._tokenizer.bos]  # what the model has not seen yet
+
+    def prompt_of_data(self) -> str:
+        """The beginning of the first validation row, without its last word or character, which may be cut."""
+        bos = self._tokenizer.bos
+        row = self._problem.rows.validation[0].tolist()  # (context + 1,)
+        document = itertools.takewhile(lambda token: token != bos, row[1:] if row[0] == bos else row)
+        text = self._tokenizer.decode(list(itertools.islice(document, _PROMPT_TOKENS)))
+        return re.sub(r"(?<=\S)\s+\S*$", "", text.rstrip("\ufffd"))
 
     def write(self, prompt: str, num_tokens: int) -> None:
         """Continues the text with the prompt, and then with tokens of the model."""
@@ -135,12 +162,13 @@ def export_options(parser: Parser) -> None:
                         help="a run (its newest good checkpoint) or one checkpoint")  # fmt: skip
     parser.add_argument("target", metavar="FILE|DIR", type=Path, nargs="?",
                         help="where to write (weights.safetensors, nanochat or hf in the run's directory)")  # fmt: skip
+    _checkpoint_setting(parser)
     parser.option("--format NAME", "safetensors, nanochat or hf", one_of("safetensors", "nanochat", "hf"),
                   "safetensors")  # fmt: skip
 
 
 def run_export(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster export RUN_DIR|CHECKPOINT [FILE|DIR] [--format NAME]
+    """ringmaster export RUN_DIR|CHECKPOINT [FILE|DIR] [checkpoint=best] [--format NAME]
 
     Writes the weights of a checkpoint by name. The command works while the run continues and after a crash.
 
@@ -163,7 +191,7 @@ def run_export(arguments: Namespace, overrides: list[str]) -> int:
     from ringmaster_dist.runtime.exports import WRITERS
     from ringmaster_dist.runtime.saved_weights import find_weights
 
-    weights = find_weights(arguments.weights)
+    weights = find_weights(arguments.weights, best=arguments.checkpoint == "best")
     torch.set_num_threads(weights.config.server.compute_threads)  # so that running statistics have the server's bits
     name = "weights.safetensors" if arguments.format == "safetensors" else arguments.format
     target = arguments.target or weights.config_file.parent / name

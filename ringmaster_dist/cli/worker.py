@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from typing import Any
 
 from ringmaster_dist.cli.parser import Parser, number, whole
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import ServerConfig
 from ringmaster_dist.config.secret import given_token
+from ringmaster_dist.config.sizes import refuse_workers
 from ringmaster_dist.transport.addresses import split
 
 TOKEN_HELP = "the file with the run's token, RUN_DIR/token; or set RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN"
@@ -106,8 +108,9 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
             "group=true makes one worker of the ranks of a torchrun: leave workers= and restarts= out, and use its "
             "--nproc-per-node and --max-restarts"
         )
+    refuse_workers(arguments.workers or 1, "workers", "start them on several machines")
     names = ("target", "tls", "slot", "connect_seconds", "call_seconds", "patience_seconds")
-    keywords = {name: getattr(arguments, name) for name in names}
+    keywords: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     named: list[str] = arguments.device or []
 
     from ringmaster_dist.devices import in_turn
@@ -115,10 +118,12 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
     from ringmaster_dist.runtime.processes import leave
     from ringmaster_dist.runtime.supervisor import supervise_workers
     from ringmaster_dist.worker.process import work, work_in_group
+    from ringmaster_dist.worker.talk import Talk
 
     if arguments.workers is None and arguments.restarts is None:
         set_up_logging()
         device = in_turn(named, int(os.environ.get("LOCAL_RANK", 0)))
+        keywords["talk"] = Talk(silent=False)
         leave((work_in_group if arguments.group else work)(arguments.server, token, device=device, **keywords))
     restarts = 10 if arguments.restarts is None else arguments.restarts
     return supervise_workers(arguments.server, token, keywords, arguments.workers or 1, restarts, named)

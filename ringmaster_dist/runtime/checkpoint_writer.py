@@ -23,7 +23,8 @@ class CheckpointWriter:
         self._every = every or math.inf
         self._next: float = core.version + self._every
         self._thread: threading.Thread | None = None
-        self.on_written: Callable[[Path], None] = lambda path: None  # called after each
+        # Called after each, in the thread that has written it.
+        self.on_written: Callable[[Path, CheckpointState], None] = lambda path, state: None
 
     def due(self, version: int) -> bool:
         return version >= self._next and not (self._thread and self._thread.is_alive())
@@ -42,7 +43,7 @@ class CheckpointWriter:
         except OSError as error:
             log.warning("server v=%d: THE CHECKPOINT WAS NOT WRITTEN: %s; training continues", version, error)
             return
-        self.on_written(path)
+        self.on_written(path, state)
 
     def write_last(self, state: CheckpointState) -> None:
         """Waits for the checkpoint that is being written, then writes this one."""

@@ -1,25 +1,26 @@
-"""Writes the .jsonl files of a real run. `close_logger` gives the logger the weights, a sample and the summary."""
+"""Writes the .jsonl files of a real run, and at its end a sample of a language model (`write_sample`)."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from ringmaster_dist.algorithm.methods import Change
 from ringmaster_dist.algorithm.rows import RowsChange
-from ringmaster_dist.config.schema import TEXT_PROBLEMS, Config
+from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.loggers import Logger
 from ringmaster_dist.observe.metrics import Metrics
 from ringmaster_dist.observe.records import Member, MetricsRow, Summary
 from ringmaster_dist.observe.run_directory import Lines, RunDirectory
-from ringmaster_dist.observe.run_files import FINAL, MEMBERS, METRICS, ROWS, THRESHOLDS, TRACE
+from ringmaster_dist.observe.run_files import FINAL, MEMBERS, METRICS, ROWS, SAMPLE, THRESHOLDS, TRACE
 from ringmaster_dist.problems import Problem, unwrapped
 from ringmaster_dist.protocol import Push, Receipt, Seat, Verdict
 from ringmaster_dist.server.core import ServerCore
 
 log = logging.getLogger(__name__)
 
-_SAMPLE_TOKENS = 80
+_SAMPLE_TOKENS, _SAMPLE_SECONDS = 120, 5.0  # at most
 
 
 class Journal:
@@ -52,8 +53,9 @@ class Journal:
             push.rows if receipt.verdict is not Verdict.INVALID else 0,
         )  # fmt: skip
 
-    def membership(self, worker: int, event: str, pushes: int, seat: Seat) -> None:
-        self._rows[MEMBERS].write(Member(worker, event, pushes, seat.slot, *seat.device, seat.ranks)._asdict())
+    def membership(self, worker: int, event: str, pushes: int, seat: Seat, why: str = "") -> None:
+        member = Member(worker, event, pushes, seat.slot, *seat.device, seat.ranks, seat.host, why)
+        self._rows[MEMBERS].write(member._asdict())
 
     def change(self, time: float, change: Change) -> None:
         self._rows[THRESHOLDS].write({"time": time, **change._asdict()})
@@ -83,16 +85,27 @@ class Journal:
             file.close()
 
 
-def close_logger(
-    logger: Logger, config: Config, problem: Problem, core: ServerCore, directory: RunDirectory, summary: Summary
-) -> None:
-    """Gives the logger the final weights, a sample and the summary. A failure does not change how the run ended."""
+def write_sample(problem: Problem, core: ServerCore, directory: RunDirectory) -> None:
+    """Lets a language model begin a document, and writes it to ``sample.txt``. Other problems write nothing.
+
+    It runs after the run, in the main thread, and takes a few seconds at most. A failure does not change how the run
+    ended.
+    """
+    try:
+        if text := _sample(problem, core):
+            directory.write_secret(SAMPLE, text + "\n")
+    except Exception as error:
+        log.warning("the model wrote no sample: %s", error)
+
+
+def close_logger(logger: Logger, config: Config, directory: RunDirectory, summary: Summary) -> None:
+    """Gives the logger the final weights, the sample and the summary. A failure does not change how the run ended."""
     if config.logger.name == "none":
         return
     try:
         logger.file(directory.path / FINAL, "model")
-        if config.logger.text and config.problem.name in TEXT_PROBLEMS:
-            logger.text(_sample(problem, core))
+        if config.logger.text and (text := directory.read(SAMPLE)):
+            logger.text(text)
     except Exception as error:
         log.warning("the logger did not get everything: %s", error)
     logger.close(summary)
@@ -103,7 +116,13 @@ def _sample(problem: Problem, core: ServerCore) -> str:
     from ringmaster_dist.problems.nanochat.problem import TextProblem
 
     problem = unwrapped(problem)
-    assert isinstance(problem, TextProblem)
-    tokenizer = problem.tokenizer()
+    if not isinstance(problem, TextProblem):
+        return ""
+    tokenizer, tokens = problem.tokenizer(), list[int]()
+    deadline = time.monotonic() + _SAMPLE_SECONDS
     problem.load(core.snapshot.iterate.cpu())
-    return tokenizer.decode(list(generate(reader_of(problem), [tokenizer.bos], _SAMPLE_TOKENS)))
+    for token in generate(reader_of(problem), [tokenizer.bos], _SAMPLE_TOKENS):
+        tokens.append(token)
+        if time.monotonic() > deadline:
+            break
+    return tokenizer.decode(tokens)

@@ -14,13 +14,16 @@ from rich.console import Console
 from ringmaster_dist import devices
 from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
 from ringmaster_dist.config.describe import annotated
-from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.errors import UserError, warn
 from ringmaster_dist.config.profile_file import measured_times, warn_about_times
 from ringmaster_dist.config.schema import TEXT_PROBLEMS, Config
 from ringmaster_dist.config.secret import servers_token
+from ringmaster_dist.config.sizes import refuse_too_many_processes, warn_about_many_processes
 from ringmaster_dist.observe.console import ProgressLine
 from ringmaster_dist.observe.records import Summary
 from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.observe.run_files import FINAL, SAMPLE, SUMMARY
+from ringmaster_dist.runtime.mirror import RemoteRun, fetch, is_url
 from ringmaster_dist.runtime.placement import local_devices, local_workers, refuse_missing_devices
 from ringmaster_dist.runtime.rehearsal import rehearse
 from ringmaster_dist.runtime.saved_weights import Tensors, chosen_weights, write_initial
@@ -36,19 +39,23 @@ class RunIsOver(Exception):
     """The run has used up its budget, so resume=auto has nothing to do. This is not an error."""
 
 
-def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
+def prepare(overrides: list[str], program: str = "ringmaster train") -> tuple[Config, str, RunDirectory]:
     """Checks everything, makes or reopens the run directory, and writes the configuration and the token into it.
+
+    ``program`` is what was called with the overrides, for the page of the run.
 
     Raises UserError at a mistake, and `RunIsOver` if resume=auto finds a run that has used up its budget.
     """
-    composed, resumed = _composed(overrides)
+    token = servers_token()
+    composed, resumed = _composed(overrides, token)
     config = to_typed(composed, real_time=True)
     _refuse_what_only_a_simulation_can(config)
-    _refuse_loopback_for_others(config)
+    refuse_too_many_processes(config)
+    _warn_about_loopback(config)
     _refuse_plain_text(config)
     refuse_missing_devices(config)
     warn_about_times(config)
-    token = servers_token()
+    warn_about_many_processes(config)
     if resumed:
         directory = _reopened(config, Path(resumed), token, asked="resume=auto" not in overrides)
     else:
@@ -58,23 +65,59 @@ def prepare(overrides: list[str]) -> tuple[Config, str, RunDirectory]:
         composed.cluster.times = measured_times(config.cluster)
     text = annotated(composed) + "\n"
     directory.write_config(text)
+    directory.add_command(program, overrides)
     return config, text, directory
 
 
-def _composed(overrides: list[str]) -> tuple[DictConfig, str]:
+def _composed(overrides: list[str], token: str) -> tuple[DictConfig, str]:
     """The configuration, and the directory of the run to resume, which is empty for a new run."""
-    resumed = next((word.partition("=")[2] for word in overrides if word.startswith("resume=")), "")
+    resumed = _given("resume", overrides)
+    if is_url(resumed):
+        target = _given("run.dir", overrides)
+        if not target:
+            raise UserError(f"resume={resumed} needs run.dir, the directory that the run is copied to")
+        if _begun(target):
+            raise UserError(f"run.dir={target} already holds a run: resume it with resume={target}")
+        fetch(resumed, Path(target), token or secrets.token_hex(16))
+        return continued(Path(target), [word for word in overrides if not word.startswith("run.dir=")]), target
     if resumed in ("", "null"):
         return compose(overrides, "train"), ""
     if resumed != "auto":
         return continued(Path(resumed), overrides), resumed
     composed = compose(overrides, "train")
-    resumed = _begun(composed.run.dir)
+    resumed = _begun(composed.run.dir) or _fetched(composed, token)
     composed.resume = None
     if resumed:
         same_run(Path(resumed), composed)
         composed.init = begun_from(Path(resumed))  # a resumed run keeps the init= that it began with
     return composed, resumed
+
+
+def _given(key: str, overrides: list[str]) -> str:
+    return next((word.partition("=")[2] for word in overrides if word.startswith(f"{key}=")), "")
+
+
+def _fetched(composed: DictConfig, token: str) -> str:
+    """Copies the run at checkpoint.mirror to run.dir, if there is one. Returns the directory, or an empty string."""
+    url = composed.checkpoint.mirror
+    if not url or not _remote_checkpoints(url):
+        return ""
+    fetch(url, Path(composed.run.dir), token or secrets.token_hex(16))
+    return str(composed.run.dir)
+
+
+def _remote_checkpoints(url: str) -> list[str]:
+    remote = RemoteRun(url)
+    try:
+        return remote.names()
+    except Exception as error:  # each kind of remote storage has exceptions of its own
+        raise UserError(f"checkpoint.mirror={url} cannot be listed: {error or type(error).__name__}") from error
+
+
+def _refuse_used_mirror(config: Config) -> None:
+    url = config.checkpoint.mirror
+    if url and _remote_checkpoints(url):
+        raise UserError(f"checkpoint.mirror={url} already holds a run: resume it with resume={url}, or choose another")
 
 
 def _reopened(config: Config, path: Path, token: str, *, asked: bool) -> RunDirectory:
@@ -85,13 +128,14 @@ def _reopened(config: Config, path: Path, token: str, *, asked: bool) -> RunDire
     _try(config)
     if token:
         directory.write_secret("token", token)
-    for name in ("summary.json", "final.safetensors"):  # they describe the run up to its last stop
+    for name in (SUMMARY, FINAL, SAMPLE):  # they describe the run up to its last stop
         (directory.path / name).unlink(missing_ok=True)
     return directory
 
 
 def _made(config: Config, token: str) -> RunDirectory:
     """The directory of a new run, with its initial weights (if init= is given) and its token."""
+    _refuse_used_mirror(config)
     initial = _rehearsed(config)
     name = f"{config.problem.name}-{config.method.name}"
     directory = RunDirectory(config.run.dir, name=name, overwrite=config.run.overwrite)
@@ -106,7 +150,8 @@ def prepare_dry_run(overrides: list[str]) -> tuple[Config, Tensors | None]:
         raise UserError("--dry-run describes a new run: leave out resume")
     config = to_typed(compose(overrides, "train"), real_time=True)
     _refuse_what_only_a_simulation_can(config)
-    _refuse_loopback_for_others(config)
+    refuse_too_many_processes(config)
+    _warn_about_loopback(config)
     refuse_missing_devices(config)
     return config, _rehearsed(config)
 
@@ -144,13 +189,13 @@ def _begun(directory: str | None) -> str:
     return directory if all((Path(directory) / name).exists() for name in ("config.yaml", "token")) else ""
 
 
-def _refuse_loopback_for_others(config: Config) -> None:
+def _warn_about_loopback(config: Config) -> None:
     others = config.cluster.workers - local_workers(config)
     if others and is_loopback(config.server.host):
-        raise UserError(
-            f"server.host={config.server.host} is loopback, which only this machine can reach, but {others} of "
-            f"cluster.workers={config.cluster.workers} are to come from elsewhere (cluster.local_workers="
-            f"{local_workers(config)}): set server.host to an address they can reach, of {elsewhere()}"
+        warn(
+            f"server.host={config.server.host} is loopback, so only this machine can start the {others} of "
+            f"cluster.workers={config.cluster.workers} that are missing; for workers elsewhere, set server.host to an "
+            f"address they can reach, of {elsewhere()}"
         )
 
 

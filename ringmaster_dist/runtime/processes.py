@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
-from types import FrameType
 from typing import Any, NoReturn
+
+from ringmaster_dist.signals import ctrl_c_is_ours
 
 TICK_SECONDS = 0.05  # how often a supervisor looks at its processes
 MISTAKE = 2  # the exit code for a user's mistake, which a restart does not repair
 _RESTART_SECONDS = 0.5
 _QUICK_DEATH_SECONDS, _MOST_QUICK_DEATHS = 10.0, 3
 # The fork server imports these. It ignores a name that it cannot import, so a test checks them.
-PRELOADED = ["ringmaster_dist.runtime.server_process", "ringmaster_dist.transport.client",
-              "ringmaster_dist.transport.host", "ringmaster_dist.worker.process"]  # fmt: skip
+PRELOADED = ["ringmaster_dist.runtime.fork_server", "ringmaster_dist.runtime.server_process",
+              "ringmaster_dist.transport.client", "ringmaster_dist.transport.host",
+              "ringmaster_dist.worker.process"]  # fmt: skip
 
 
 def prepare_fork_server() -> None:
@@ -36,7 +36,8 @@ def prepare_fork_server() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # several processes share this machine
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # a file in the current folder is not imported by accident
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    with ctrl_c_is_ours():
+        forkserver.ensure_running()
 
 
 class SupervisedProcess:
@@ -78,10 +79,11 @@ class SupervisedProcess:
         """Starts the process when a start is due, and plans a restart when it has died. Call it often."""
         now, code = time.monotonic(), self.exit_code
         if self.process is None and now >= self._start_at and not self.given_up:
-            context = multiprocessing.get_context("forkserver")
-            self.process = context.Process(target=self._target, args=(self.name, *self._arguments))
-            self.process.start()
-            self._started_at = now
+            process = multiprocessing.get_context("forkserver").Process(
+                target=self._target, args=(self.name, *self._arguments)
+            )
+            process.start()  # the first start waits for the imports of the fork server
+            self.process, self._started_at = process, time.monotonic()
         elif code is not None and code != 0:
             consequence = self._judge_death(code, now)
             what = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -115,27 +117,6 @@ def finish(processes: Sequence[SupervisedProcess], seconds: float) -> None:
         if process.exitcode is None:
             process.kill()
             process.join()
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether SIGINT or SIGTERM has arrived.
-
-    The signals raise no exception, so work ends at a point of its own choosing. A second Ctrl+C does raise one.
-    """
-    asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def become(name: str) -> None:

@@ -11,13 +11,14 @@ from safetensors import SafetensorError
 
 from ringmaster_dist.algorithm.layout import Layout
 from ringmaster_dist.config.build import build_layout, build_problem
-from ringmaster_dist.config.compose import from_yaml
+from ringmaster_dist.config.compose import config_text, from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import Config
+from ringmaster_dist.observe.run_files import BEST, CONFIG
 from ringmaster_dist.problems import Problem, unwrapped
 from ringmaster_dist.problems.module import ModuleProblem
 from ringmaster_dist.server import weights
-from ringmaster_dist.server.checkpoints import Checkpoints, is_checkpoint, read
+from ringmaster_dist.server.checkpoints import Checkpoints, Unusable, is_checkpoint, read
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,10 +35,18 @@ class Weights(NamedTuple):
     config_file: Path
 
 
-def find_weights(path: Path) -> Weights:
-    """Reads a run's newest checkpoint, one checkpoint, or exported weights. Raises UserError if there are none."""
+def find_weights(path: Path, *, best: bool = False) -> Weights:
+    """Reads a run's newest checkpoint, one checkpoint, or exported weights. Raises UserError if there are none.
+
+    With ``best`` it reads the weights of the lowest evaluation of a run.
+    """
+    if best:
+        path = _best_of(path)
     if path.is_dir():
-        found = Checkpoints(path / "checkpoints").newest(rename=False)
+        try:
+            found = Checkpoints(path / "checkpoints").newest(rename=False)
+        except Unusable as error:
+            raise UserError(str(error)) from error
         if found is None:
             raise UserError(f"{path} has no good checkpoint: is it the directory of a ringmaster train?")
         file, config_file = found[0], path / "config.yaml"
@@ -50,7 +59,8 @@ def find_weights(path: Path) -> Weights:
         raise UserError(f"{path} does not exist: give a run's directory, a checkpoint or exported weights")
     if not config_file.is_file():
         raise UserError(f"{path}: its configuration is missing ({config_file})")
-    config = from_yaml(config_file.read_text())
+    text = config_text(config_file) if config_file.name == CONFIG else config_file.read_text(errors="replace")
+    config = from_yaml(text, str(config_file))
     problem = build_problem(config)
     layout = build_layout(config, problem)
     try:
@@ -58,6 +68,17 @@ def find_weights(path: Path) -> Weights:
     except (ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{file} cannot be used: {error}") from error
     return Weights(config, unwrapped(problem), layout, iterate, version, file, config_file)
+
+
+def _best_of(directory: Path) -> Path:
+    if not directory.is_dir():
+        raise UserError(f"checkpoint=best is for the directory of a run, and {directory} is none")
+    if not (directory / BEST).is_file():
+        raise UserError(
+            f"{directory} has no {BEST}: the run has not evaluated yet, its problem does not evaluate, or it was begun "
+            "with checkpoint.best=false"
+        )
+    return directory / BEST
 
 
 def _load(file: Path, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, int]:

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,21 +22,24 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.logs import set_up_logging
+from ringmaster_dist.observe.closing import STOPPED_BY_USER
 from ringmaster_dist.observe.divergence import Divergence
 from ringmaster_dist.observe.loggers import Logger, open_logger
 from ringmaster_dist.observe.metrics import Metrics, summarize
 from ringmaster_dist.observe.records import Summary, Term, WorkerSummary
 from ringmaster_dist.observe.run_directory import RunDirectory
-from ringmaster_dist.observe.run_files import CONFIG, FINAL, ROWS, TERMS, THRESHOLDS
+from ringmaster_dist.observe.run_files import BEST, CONFIG, FINAL, ROWS, TERMS, THRESHOLDS
 from ringmaster_dist.problems import Problem, evaluate_at_the_end, evaluated_on
+from ringmaster_dist.runtime.best_weights import BestWeights
 from ringmaster_dist.runtime.checkpoint_writer import CheckpointWriter
-from ringmaster_dist.runtime.journal import Journal, close_logger
+from ringmaster_dist.runtime.journal import Journal, close_logger, write_sample
+from ringmaster_dist.runtime.mirror import Mirror
 from ringmaster_dist.runtime.placement import servers_device
-from ringmaster_dist.runtime.processes import stop_signals
 from ringmaster_dist.server import weights
 from ringmaster_dist.server.checkpoints import Checkpoints, CheckpointState, Unusable
 from ringmaster_dist.server.core import ServerCore
 from ringmaster_dist.server.service import Service, Settings
+from ringmaster_dist.signals import StopRequest, stop_signals, unless_stopped
 from ringmaster_dist.wire import Codec
 
 if TYPE_CHECKING:
@@ -56,8 +60,12 @@ def serve(
     *,
     announce: Callable[[str], None] = lambda address: None,
     should_stop: Callable[[], bool] = lambda: False,
+    look: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """Serves until the budget is used up or a stop is requested. Writes the summary, and returns it."""
+    """Serves until the budget is used up or a stop is requested. Writes the summary, and returns it.
+
+    ``look`` is called many times a second, to show the progress.
+    """
     from ringmaster_dist.transport.process_settings import return_memory
 
     began = time.monotonic()
@@ -81,36 +89,54 @@ def serve(
     announce(host.address)
 
     logger = open_logger(config.logger, directory.path, config_text)
-    writer.on_written = lambda path: logger.file(path, "checkpoint")
-    monitor = _Monitor(config, problem, service, metrics, journal, logger, directory, lambda: host.counts)
+    mirror = Mirror(url, directory.path, config.checkpoint.keep) if (url := config.checkpoint.mirror) else None
+
+    def written(path: Path, state: CheckpointState) -> None:
+        logger.file(path, "checkpoint")
+        if mirror is not None:
+            mirror.submit(path, state.files)
+
+    writer.on_written = written
+    best = BestWeights(directory.path / BEST, core.update.layout, problem.objective) if config.checkpoint.best else None
+    monitor = _Monitor(config, problem, service, metrics, journal, logger, directory, lambda: host.counts, best)
     while not service.ended.wait(_POLL_SECONDS):
         if should_stop():
             service.end()
         host.check()
         monitor.sample_if_due()
+        look()
     if service.failure is not None:
         raise RuntimeError("the server failed; the traceback is above") from service.failure
     stopped = should_stop()
-    evaluation = problem.evaluate(core.snapshot.iterate.cpu())
-    monitor.record(evaluation)
+    evaluation = monitor.evaluate()
+    monitor.record(evaluation or {})
+    if evaluation is None:
+        evaluation = monitor.last_evaluation
     service.wait_until_all_left(config.server.farewell_seconds)
     service.close()
     journal.close()
     final = weights.by_name(problem, core.update.layout, core.snapshot.iterate.cpu())
     weights.write(directory.path / FINAL, final, core.version)
     divergence = monitor.divergence
-    ended = "stopped by the user" if stopped else "diverged" if divergence.is_hopeless else "budget"
+    ended = STOPPED_BY_USER if stopped else "diverged" if divergence.is_hopeless else "budget"
     summary = _summary(config, evaluation, service, ended, time.monotonic() - began)
     summary.diverged, summary.evaluated_on = divergence.diverged, evaluated_on(problem, at_the_end=False)
+    if best is not None:
+        summary.best_value, summary.best_version = best.value, best.version
     directory.write_summary(summary)
-    if not stopped:  # the closing evaluation takes longer, and a user that stops the run does not wait for it
-        evaluation = evaluate_at_the_end(problem, core.snapshot.iterate.cpu())
-        divergence.look(evaluation, metrics.train_loss, core.accepted)
-        summary.evaluation.update(evaluation)
+    # The closing evaluation takes longer, and a user that stops the run does not wait for it.
+    thorough = None if stopped else unless_stopped(lambda: evaluate_at_the_end(problem, core.snapshot.iterate.cpu()))
+    if thorough is not None:
+        divergence.look(thorough, metrics.train_loss, core.accepted)
+        summary.evaluation.update(thorough)
         summary.diverged, summary.evaluated_on = divergence.diverged, evaluated_on(problem, at_the_end=True)
         directory.write_summary(summary)
+        if not summary.diverged:
+            write_sample(problem, core, directory)
     host.close()
-    close_logger(logger, config, problem, core, directory, summary)
+    close_logger(logger, config, directory, summary)
+    if mirror is not None:
+        mirror.finish(config.checkpoint.mirror_seconds)
     return summary
 
 
@@ -119,15 +145,16 @@ class _Monitor:
 
     def __init__(
         self, config: Config, problem: Problem, service: Service, metrics: Metrics, journal: Journal, logger: Logger,
-        directory: RunDirectory, counts: Callable[[], Mapping[str, int]],
+        directory: RunDirectory, counts: Callable[[], Mapping[str, int]], best: BestWeights | None,
     ) -> None:  # fmt: skip
         """``counts`` are the transport's."""
         self._config, self._problem, self._service, self._metrics = config, problem, service, metrics
-        self._journal, self._logger, self._counts = journal, logger, counts
+        self._journal, self._logger, self._counts, self._best = journal, logger, counts, best
         self._interval = (config.budget.seconds or 60.0) / config.run.samples
         self._next_sample, self._next_evaluation = service.seconds, service.core.version
         self._accepted, self._invalid = service.core.accepted, service.core.invalid  # when one was last accepted
         self.divergence = Divergence(problem.objective)
+        self.last_evaluation: dict[str, float] = {}  # empty before the first
         for row in directory.metrics():  # of earlier terms
             self.divergence.look(row.evaluation, row.train_loss, row.accepted)
 
@@ -142,11 +169,22 @@ class _Monitor:
         due = self._problem.quick_to_evaluate or core.version >= self._next_evaluation or num_invalid > 0
         if due:
             self._next_evaluation = core.version + self._config.eval.every
-        self.record(self._problem.evaluate(core.snapshot.iterate.cpu()) if due else {})
+        self.record((self.evaluate() if due else None) or {})
         if num_invalid and (self.divergence.is_hopeless or num_invalid >= _MOST_INVALID):
             log.warning("server v=%d: no gradient is a finite number any more: the run is ended", core.version)
             self.divergence.give_up()
             service.end()
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Evaluates the newest iterate, and keeps it if it is the best so far. None if a signal arrives meanwhile."""
+        snapshot = self._service.core.snapshot
+        iterate = snapshot.iterate.cpu()  # (size,)
+        found = unless_stopped(lambda: self._problem.evaluate(iterate))
+        if found is not None:
+            self.last_evaluation = found
+            if self._best is not None:
+                self._best.offer(iterate, snapshot.version, found)
+        return found
 
     def record(self, evaluation: Mapping[str, float]) -> None:
         """Writes a row of metrics."""
@@ -247,18 +285,24 @@ def _summary(
     cluster = config.cluster
     paced = cluster.profile != "none"
     workers = {}
+    slowest = 0.0
     for worker, status in service.workers.items():
         base = float(cluster_seconds(config, status.seat.slot + 1)[-1]) if paced else 0.0
+        record, stopped = service.core.workers[worker], status.interruptions
+        arrived = record.accepted + record.stale + record.invalid
         workers[worker] = WorkerSummary(
             base_seconds=base,
-            interrupted=status.interruptions.num,
+            gradient_seconds=(status.used_seconds + status.wasted_seconds) / max(1, arrived),
+            interrupted=stopped.num,
             used_seconds=status.used_seconds,
-            wasted_seconds=status.wasted_seconds + status.interruptions.seconds,
+            wasted_seconds=status.wasted_seconds + stopped.seconds,
             device=status.seat.device.name,
             device_title=status.seat.device.title,
             rows=service.core.rows_of(worker),
         )
-    slowest = max((worker.base_seconds for worker in workers.values()), default=0.0)
+        # A worker whose work was always stopped needs longer than that work took.
+        at_least = stopped.seconds / stopped.num if stopped.num else base
+        slowest = max(slowest, workers[worker].gradient_seconds or max(base, at_least))
     return summarize(
         service.core,
         evaluation,
@@ -277,18 +321,33 @@ def _summary(
     )
 
 
+class StopOnceServing(ExitStack):
+    """Whether a signal has asked the server to stop.
+
+    Before `begin`, a signal does what it did before. A server that is still being built has nothing to save.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = StopRequest()
+
+    def begin(self, address: str = "") -> None:
+        self.asked = self.enter_context(stop_signals())
+
+
 def serve_directory(path: str) -> int:
     """Runs in the child process of the supervisor. Returns the exit code."""
     set_up_logging()
     directory = RunDirectory.opened(Path(path))
     config_text = directory.read(CONFIG)
     parent = multiprocessing.parent_process()
-    with stop_signals() as asked:
+    with StopOnceServing() as stop:
         serve(
             from_yaml(config_text),
             config_text,
             directory,
             directory.read("token"),
-            should_stop=lambda: asked() or not (parent is None or parent.is_alive()),  # an orphan ends itself
+            announce=stop.begin,
+            should_stop=lambda: stop.asked() or not (parent is None or parent.is_alive()),  # an orphan ends itself
         )
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ from ringmaster_dist.runtime.processes import (
     finish,
     leave,
     prepare_fork_server,
-    stop_signals,
 )
+from ringmaster_dist.signals import StopRequest, raise_when_stopped, stop_signals
 
 _SLOW_START_SECONDS = 30.0
 _LAST_SECONDS = 2.0  # for workers, after their server has ended
@@ -55,7 +56,7 @@ def supervise(
     work: Callable[..., None] = work_at,
     watch: Callable[[SupervisedProcess, list[SupervisedProcess]], None] = lambda server, workers: None,
 ) -> int:
-    """Runs the server and the workers. Returns the exit code of the run.
+    """Runs the server and the workers. Returns the exit code of the run, 130 or 143 if a signal has stopped it.
 
     It ends when the server has ended, a stop signal arrives, or every worker was given up.
 
@@ -67,11 +68,10 @@ def supervise(
     workers: list[SupervisedProcess] = []
     failure = ""
     try:
+        server.keep_running()  # it waits for the imports of the fork server, and a signal raises meanwhile
         with stop_signals() as asked:
-            server.keep_running()
             if not _has_an_address(server, directory, asked):
-                server.terminate()
-                return server.exit_code or 1
+                return asked.exit_code or server.exit_code or 1
             where = f"@{directory.path.resolve() / 'address'}"  # a restarted server may listen elsewhere
             token = directory.read("token")
             workers = [
@@ -80,7 +80,8 @@ def supervise(
             ]
             while not (asked() or failure or server.exit_code in (0, MISTAKE)):
                 for process in (server, *workers):
-                    process.keep_running()
+                    if not asked():
+                        process.keep_running()
                 if server.given_up:
                     failure = "the server failed each time it was started"
                 elif workers and all(worker.given_up for worker in workers):
@@ -88,18 +89,21 @@ def supervise(
                 look()
                 watch(server, workers)
                 time.sleep(TICK_SECONDS)
-            server.terminate()  # it ends the run: it dismisses the workers and writes the results
     finally:
+        server.terminate()  # it ends the run: it dismisses the workers and writes the results
         # The server waits for the workers that have joined. The other workers are not needed any more.
-        finish([server], 2 * config.server.farewell_seconds + config.logger.finish_seconds)
+        copying = config.checkpoint.mirror_seconds if config.checkpoint.mirror else 0.0
+        finish([server], 2 * config.server.farewell_seconds + config.logger.finish_seconds + copying)
         finish(workers, _LAST_SECONDS)
     if failure:
         print(f"ringmaster: {failure}: the run was ended; the errors are printed above", file=sys.stderr)
         return 1
+    if asked() and server.exit_code in (0, -signal.SIGTERM):  # it had not begun to serve if the signal has ended it
+        return asked.exit_code
     return 1 if server.exit_code is None else server.exit_code
 
 
-def _has_an_address(server: SupervisedProcess, directory: RunDirectory, asked: Callable[[], bool]) -> bool:
+def _has_an_address(server: SupervisedProcess, directory: RunDirectory, asked: StopRequest) -> bool:
     """Waits until the run directory has the server's address. False if the server ends first, or a stop signal arrives.
 
     A resumed run has the address of its last server, so there is nothing to wait for.
@@ -131,7 +135,7 @@ def supervise_workers(
 ) -> int:
     """Runs workers of a server elsewhere until all have ended. They take the devices in turn, or any if none is given.
 
-    Returns the worst exit code.
+    Returns the worst exit code, or 130 or 143 if a signal has stopped them.
     """
     prepare_fork_server()
     processes = [
@@ -141,18 +145,18 @@ def supervise_workers(
         for index in range(workers)
     ]
     try:
+        processes[0].keep_running()  # it waits for the imports of the fork server, and a signal raises meanwhile
         with stop_signals() as asked:
             while not asked() and not all(process.has_ended for process in processes):
                 for process in processes:
-                    if not process.has_ended:
+                    if not (process.has_ended or asked()):
                         process.keep_running()
                 time.sleep(TICK_SECONDS)
-            if asked():
-                for process in processes:
-                    process.terminate()
     finally:
+        for process in processes:
+            process.terminate()
         finish(processes, _LAST_SECONDS)
-    return max(process.last_code or 0 for process in processes)
+    return asked.exit_code or max(process.last_code or 0 for process in processes)
 
 
 def _work_elsewhere(
@@ -160,8 +164,10 @@ def _work_elsewhere(
 ) -> None:
     """The body of a worker's process whose server is on another machine."""
     from ringmaster_dist.worker.process import work
+    from ringmaster_dist.worker.talk import Talk
 
     become(name)
+    raise_when_stopped()  # it leaves the run before it ends
     set_up_logging()
     os.environ["LOCAL_RANK"] = str(index)  # chooses the accelerator of this worker, if device= was not given
-    leave(work(server, token, device=in_turn(devices, index), **keywords))
+    leave(work(server, token, device=in_turn(devices, index), talk=Talk(silent=False), **keywords))

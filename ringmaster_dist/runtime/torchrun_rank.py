@@ -7,6 +7,7 @@ address as server.host and server.port, and the token as RINGMASTER_TOKEN_FILE o
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.secret import given_token
 from ringmaster_dist.files import open_private
 from ringmaster_dist.logs import set_up_logging
+from ringmaster_dist.observe.closing import Stdout
+from ringmaster_dist.observe.console import LiveTable
 from ringmaster_dist.observe.report import show_summary
 from ringmaster_dist.runtime.preparation import RunIsOver, prepare
 from ringmaster_dist.transport.addresses import is_loopback, joined
@@ -42,13 +45,14 @@ def take_part(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str], workers: int, rendezvous: Rendezvous) -> int:
-    from ringmaster_dist.runtime.processes import stop_signals
-    from ringmaster_dist.runtime.server_process import serve
+    from ringmaster_dist.runtime.server_process import StopOnceServing, serve
     from ringmaster_dist.runtime.supervisor import worker_arguments
 
     numbers = [f"cluster.workers={workers}"] if workers else []
     try:
-        config, config_text, directory = prepare([*_resumed(argv, rendezvous.known().get("directory", "")), *numbers])
+        config, config_text, directory = prepare(
+            [*_resumed(argv, rendezvous.known().get("directory", "")), *numbers], "torchrun -m ringmaster_dist.train"
+        )
     except RunIsOver as over:
         print(over)
         rendezvous.publish({"server": {"over": True}})
@@ -57,13 +61,24 @@ def _serve(argv: list[str], workers: int, rendezvous: Rendezvous) -> int:
     token = directory.read("token")
 
     def announce(address: str) -> None:
+        stop.begin()
         arguments = [worker_arguments(config, slot) for slot in range(workers)]
         rendezvous.publish({"server": {"address": address, "token": token, "arguments": arguments}})
 
-    with stop_signals() as asked:
-        serve(config, config_text, directory, token, announce=announce, should_stop=asked)
+    budget = config.budget
+    table = LiveTable(
+        directory.path, Stdout(), budget.updates or math.inf, budget.seconds or math.inf,
+        awaited=config.cluster.workers,
+    )  # fmt: skip
+    with StopOnceServing() as stop:
+        serve(
+            config, config_text, directory, token, announce=announce, should_stop=lambda: stop.asked(),
+            look=table.update,
+        )  # fmt: skip
+    table.close()
     rendezvous.publish({"server": {"over": True}})  # this removes the token from the file
-    return show_summary(directory, report=config.run.report)
+    stopped = stop.asked.exit_code
+    return show_summary(directory, report=config.run.report and not stopped) or stopped
 
 
 def _resumed(argv: list[str], begun: str) -> list[str]:

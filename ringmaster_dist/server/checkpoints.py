@@ -107,10 +107,11 @@ class Checkpoints:
             except (ValueError, KeyError, SafetensorError) as error:
                 problem = str(error)
             if not problem:
-                for damaged in passed_over if rename else ():
-                    damaged.replace(damaged.with_suffix(".damaged"))
+                for damaged, why in passed_over.items():
+                    log.warning("checkpoint %s is passed over: %s", damaged.name, why)
+                    if rename:
+                        damaged.replace(damaged.with_suffix(".damaged"))
                 return path, state
-            log.warning("checkpoint %s is passed over: %s", path.name, problem)
             passed_over[path] = problem
         if passed_over:
             path, problem = next(iter(passed_over.items()))
@@ -119,11 +120,16 @@ class Checkpoints:
 
     def _paths(self) -> list[Path]:
         """From the oldest to the newest."""
-        found = [(match, path) for path in self._all() if (match := _NAME.fullmatch(path.name))]
-        return [path for match, path in sorted(found, key=lambda item: [int(n) for n in item[0].groups()[:3]])]
+        return sorted((path for path in self._all() if moment(path.name)), key=lambda path: moment(path.name) or ())
 
     def _all(self) -> Iterator[Path]:
         return self._folder.iterdir() if self._folder.is_dir() else iter(())
+
+
+def moment(name: str) -> tuple[int, ...] | None:
+    """The term, pushes and version of a checkpoint of this name, which order checkpoints. None for other names."""
+    match = _NAME.fullmatch(name)
+    return tuple(int(number) for number in match.groups()[:3]) if match else None
 
 
 def is_checkpoint(path: Path) -> bool:

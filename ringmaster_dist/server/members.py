@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable
@@ -36,8 +37,8 @@ class Sessions:
         self._key = token.encode()
 
     def issue(self, worker: int, seat: Seat) -> str:
-        device = "/".join(seat.device).encode().hex()
-        text = f"{worker}.{seat.slot}.{seat.ranks}.{secrets.token_hex(8)}.{device}"
+        words = json.dumps([*seat.device, seat.host]).encode().hex()
+        text = f"{worker}.{seat.slot}.{seat.ranks}.{secrets.token_hex(8)}.{words}"
         return f"{text}.{self._mac(text)}"
 
     def holder(self, session: str) -> Holder | None:
@@ -45,9 +46,9 @@ class Sessions:
         text, _, mac = session.rpartition(".") if isinstance(session, str) and session.isascii() else ("", "", "")
         if not hmac.compare_digest(mac.encode(), self._mac(text).encode()):
             return None
-        worker, slot, ranks, _, device = text.split(".")
-        name, _, title = bytes.fromhex(device).decode().partition("/")
-        return Holder(int(worker), Seat(int(slot), Device(name, title), int(ranks)))
+        worker, slot, ranks, _, words = text.split(".")
+        name, title, host = json.loads(bytes.fromhex(words))
+        return Holder(int(worker), Seat(int(slot), Device(name, title), int(ranks), host))
 
     def _mac(self, text: str) -> str:
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()[:32]
@@ -73,9 +74,7 @@ class Member:
 class Members:
     """Reports each join and leave to the core and to the history (``note``), until the run is ending."""
 
-    def __init__(
-        self, core: ServerCore, token: str, note: Callable[[int, str, int, Seat], None], life: Life, leases: Leases
-    ) -> None:
+    def __init__(self, core: ServerCore, token: str, note: Callable[..., None], life: Life, leases: Leases) -> None:
         self.by_worker: dict[int, Member] = {}
         self._gone: set[int] = set()  # workers that left after the run began to end, which is not part of the history
         self._core, self._note, self._life, self._leases = core, note, life, leases
@@ -120,7 +119,7 @@ class Members:
             return False
         if worker not in self._core.live:
             return False
-        self._note(worker, "leave", self._core.pushes, self.by_worker[worker].seat)
+        self._note(worker, "leave", self._core.pushes, self.by_worker[worker].seat, why)
         log.info("worker-%d v=%d %s", worker, self._core.version, why)
         self._core.count_out(worker)
         return True
@@ -149,6 +148,7 @@ class Members:
                 m.wasted_seconds,
                 *m.seat.device,
                 m.seat.ranks,
+                m.seat.host,
             ]
             for worker, m in self.by_worker.items()
         ]
@@ -156,8 +156,9 @@ class Members:
     def restore(self, rows: Iterable[list[Any]], *, ended: bool) -> None:
         """Takes over the members of an earlier term, which will call again. If the run had ended, they have left."""
         for worker, session, slot, num, seconds, used, wasted, *rest in rows:
-            name, title, ranks = rest or ("", "", 1)  # version 0.3 did not know them
-            seat = Seat(slot, Device(name, title), ranks)
+            unknown: list[Any] = ["", "", 1, ""]  # of an earlier version
+            name, title, ranks, host = [*rest, *unknown[len(rest) :]]
+            seat = Seat(slot, Device(name, title), ranks, host)
             self.by_worker[worker] = Member(session, seat, Interruptions(num, seconds), used, wasted)
             self._leases.renew(worker)
         for worker in sorted(self._core.live) if ended else ():

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ringmaster_dist.algorithm.layout import Layout
+from ringmaster_dist.files import to_disk
 from ringmaster_dist.problems import Problem, unwrapped
 from ringmaster_dist.problems.module import ModuleProblem
 
@@ -41,18 +42,27 @@ def flat(tensors: Mapping[str, torch.Tensor], layout: Layout, dtype: torch.dtype
     return iterate
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-    """Writes the file whole or not at all. Raises OSError."""
+def write(
+    path: Path, tensors: Mapping[str, torch.Tensor], version: int, noted: Mapping[str, str] | None = None
+) -> None:
+    """Writes the file whole or not at all. ``noted`` is further metadata. Raises OSError."""
     temporary = path.with_name(f".{path.name}")
-    metadata = {"format": "pt", "version": str(version)}
+    metadata = {"format": "pt", "version": str(version), **(noted or {})}
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=metadata)
         temporary.chmod(0o600)  # some versions of the library write files that everybody may read
+        to_disk(temporary)
         temporary.replace(path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """The notes in a file. Raises SafetensorError and OSError."""
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], int | None]:

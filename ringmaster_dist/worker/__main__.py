@@ -4,12 +4,17 @@ import os
 import sys
 import time
 
-from ringmaster_dist.cli.main import main as ringmaster
+from ringmaster_dist.signals import end_at_once, raise_when_stopped
 
 _PAUSE_SECONDS = 10.0
 
 
 def main(argv: list[str]) -> int:
+    end_at_once()
+
+    from ringmaster_dist.cli.main import main as ringmaster
+
+    raise_when_stopped()
     follows = "group=true" in argv and os.environ.get("RANK", "0") != "0"
     code = ringmaster(["worker", *argv], is_quiet=follows)
     if follows and code == 2:

@@ -15,6 +15,7 @@ The main thread runs the loop.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -36,10 +37,12 @@ from ringmaster_dist.protocol import (
     Reply,
     Snapshot,
     Welcome,
+    as_word,
 )
 from ringmaster_dist.transport.client import Client
 from ringmaster_dist.worker.job import Job
 from ringmaster_dist.worker.link import Exchange, Link
+from ringmaster_dist.worker.talk import Talk
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +63,9 @@ class Worker:
 
     def __init__(
         self, connect: Callable[[], Client], make_job: Callable[[str, int], Job], *, token: str, slot: int,
-        devices: tuple[Device, ...], ranks: int = 1, patience_seconds: float,
+        devices: tuple[Device, ...], ranks: int = 1, patience_seconds: float, talk: Talk | None = None,
     ) -> None:  # fmt: skip
-        self._make_job = make_job
+        self._make_job, self._talk = make_job, talk or Talk()
         self._token, self._slot, self._devices, self._ranks = token, slot, devices, ranks
         self._link = Link(connect, patience_seconds)
         self._began: float | None = None  # when the first membership began to compute, by the monotonic clock
@@ -75,10 +78,11 @@ class Worker:
 
     def _work(self) -> bool:
         """One membership. Returns True when the run is over, False when the server has forgotten this worker."""
-        request = JoinRequest(PROTOCOL_VERSION, self._token, self._slot, self._devices, self._ranks)
+        host = as_word(socket.gethostname())
+        request = JoinRequest(PROTOCOL_VERSION, self._token, self._slot, self._devices, self._ranks, host)
         welcome = self._link.insist(lambda c: c.join(request))
         if welcome.ended:
-            log.info("the run is over")
+            self._talk.is_over()
             return True
         if not welcome.session:
             raise Refused(welcome.reason)
@@ -93,9 +97,16 @@ class Worker:
         if isinstance(job.problem, ModuleProblem):
             job.problem.leaves_on_device = True  # the codec rounds it there, and copies it to host memory
         log.info("worker-%d joined and computes on %s", welcome.worker_id, job.device)
+        self._talk.joined(welcome.worker_id, job.device)
         self._began = self._began or time.monotonic()
-        is_over = _Membership(self._link, job, welcome, self._began).compute()
+        try:
+            is_over = _Membership(self._link, job, welcome, self._began, self._talk).compute()
+        except KeyboardInterrupt:
+            self._link.try_once(lambda c: c.leave(welcome.session))  # otherwise the server waits for the lease
+            raise
         self._link.stop_watching()
+        if is_over:
+            self._talk.is_over()
         return is_over
 
 
@@ -105,8 +116,8 @@ class _Membership:
     The phases of a paced worker count from ``began``, the time of its first membership by the monotonic clock.
     """
 
-    def __init__(self, link: Link, job: Job, welcome: Welcome, began: float) -> None:
-        self._link, self._job, self._began = link, job, began
+    def __init__(self, link: Link, job: Job, welcome: Welcome, began: float, talk: Talk) -> None:
+        self._link, self._job, self._began, self._talk = link, job, began, talk
         self._session, self._worker, self._rows = welcome.session, welcome.worker_id, welcome.rows
         assert welcome.snapshot is not None
         self._snapshot: Snapshot = welcome.snapshot  # the newest
@@ -156,6 +167,8 @@ class _Membership:
         return self._link.insist(lambda c: c.fetch(self._session, known.term, known.version, self._interruptions))
 
     def _take(self, reply: Reply) -> None:
+        if reply.receipt is not None:
+            self._talk.answered(reply.receipt.verdict.value)
         self._snapshot, self._rows = reply.snapshot or self._snapshot, reply.rows
 
     def _gradient(self, sequence: int, stop: threading.Event, began: float) -> Push | None:
@@ -181,6 +194,7 @@ class _Membership:
         seconds = time.monotonic() - began
         if stop.is_set():
             return None
+        self._talk.computed(seconds)
         packed = job.wire.encode_gradient(gradient, job.seed, worker, sequence)
         return Push(sequence, snapshot.version, packed, float(loss), seconds, snapshot.term, rows)
 

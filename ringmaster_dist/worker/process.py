@@ -11,6 +11,7 @@ from typing import Any
 from ringmaster_dist import devices
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.protocol import Device
+from ringmaster_dist.signals import Stopped
 from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable
 from ringmaster_dist.transport.addresses import split
 from ringmaster_dist.transport.client import Client
@@ -20,16 +21,18 @@ from ringmaster_dist.worker.group import Leader, follow, group_of_torchrun
 from ringmaster_dist.worker.job import Job, choice_of_devices, make_job
 from ringmaster_dist.worker.link import Lost
 from ringmaster_dist.worker.loop import Failed, Refused, Worker
+from ringmaster_dist.worker.talk import Talk
 
 
 def work(
     server: str | Callable[[], str], token: str, make: Callable[..., Job] = make_job, /, *, slot: int = -1,
     tls: bool = True, target: str = "", device: str = "", connect_seconds: float, call_seconds: float,
-    patience_seconds: float, ranks: int = 1,
+    patience_seconds: float, ranks: int = 1, talk: Talk | None = None,
 ) -> int:  # fmt: skip
     """Works until the run is over, and returns the exit code.
 
-    ``target`` and ``device`` are those of `make_job`. ``ranks`` is the number of processes that are this worker.
+    ``target`` and ``device`` are those of `make_job`. ``ranks`` is the number of processes that are this worker. It
+    tells ``talk`` what it does.
     ``server`` is HOST:PORT, or @FILE for a file with it, or a function that returns it. The file is read, and the
     function is called, at every attempt to connect, because a server that restarts may have another address.
     """
@@ -46,8 +49,11 @@ def work(
     try:
         described = tuple(Device.described(name, devices.title(name)) for name in choice_of_devices(device))
         worker = Worker(
-            connect, make, token=token, slot=slot, devices=described, ranks=ranks, patience_seconds=patience_seconds
-        )
+            connect, make, token=token, slot=slot, devices=described, ranks=ranks, patience_seconds=patience_seconds,
+            talk=talk,
+        )  # fmt: skip
+        if talk is not None:
+            talk.waits(where)
         worker.run()
     except Refused as error:
         print(f"ringmaster worker: the server at {where} refused: {error}", file=sys.stderr)
@@ -61,9 +67,9 @@ def work(
     except (Lost, Failed, Incompatible) as error:
         print(f"ringmaster worker: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # the server counts the worker out when its lease ends
+    except KeyboardInterrupt as error:
         print("ringmaster worker: stopped", file=sys.stderr)
-        return 130
+        return error.exit_code if isinstance(error, Stopped) else 130
     return 0
 
 

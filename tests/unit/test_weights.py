@@ -10,8 +10,10 @@ from ringmaster_dist.config.build import build_model_config, build_problem
 from ringmaster_dist.config.compose import compose, load
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.observe.run_files import BEST
 from ringmaster_dist.problems.nanochat.model import NanoChat
 from ringmaster_dist.problems.quadratic import Quadratic
+from ringmaster_dist.runtime.best_weights import BestWeights
 from ringmaster_dist.runtime.saved_weights import find_weights
 from ringmaster_dist.server import weights
 
@@ -54,6 +56,32 @@ def test_exports_of_version_0_2_are_read(tmp_path):
     save_file({"x": torch.zeros(4), "version": torch.tensor(12)}, file)
     with pytest.raises(UserError, match=r"another model: 'x' has the shape \(4,\), not \(5,\)"):
         find_weights(file)
+
+
+def test_the_best_weights_are_kept_over_restarts_and_found_by_name(tmp_path, caplog):
+    """Each server reads the value from the file, so a worse evaluation after a restart does not replace it."""
+    layout = Layout([Parameter("x", (5,), "scalar")], GEOMETRY_MAPS["muon"])
+    (tmp_path / "config.yaml").write_text(annotated(compose(["problem.dim=5"], "train")) + "\n")
+    file = tmp_path / BEST
+    with pytest.raises(UserError, match="the run has not evaluated yet"):
+        find_weights(tmp_path, best=True)
+    offered = [[3.0], [2.0, float("nan"), 2.5, 1.5], [1.75, 1.5], [float("inf")]]  # the gaps that each server finds
+    version = 0
+    for gaps in offered:
+        best = BestWeights(file, layout, "gap")
+        for gap in gaps:
+            version += 10
+            best.offer(torch.full((5,), gap, dtype=torch.float64), version, {"loss": 0.0, "gap": gap})
+        best.offer(torch.zeros(5), 99, {"loss": 0.0})  # an evaluation without the objective
+    found = find_weights(tmp_path, best=True)
+    assert (found.version, found.iterate.tolist(), best.value, best.version) == (50, [1.5] * 5, 1.5, 50)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, "config.yaml"]
+    file.write_bytes(file.read_bytes()[:40])  # torn
+    BestWeights(file, layout, "gap").offer(torch.ones(5, dtype=torch.float64), 70, {"gap": 8.0})
+    assert "cannot be read" in caplog.text
+    assert find_weights(tmp_path, best=True).version == 70
+    with pytest.raises(UserError, match="checkpoint=best is for the directory of a run"):
+        find_weights(file, best=True)
 
 
 def test_what_is_exported_of_the_quadratic_and_of_nanochat(tmp_path):

@@ -71,6 +71,7 @@ class TextProblem(ModuleProblem):
         self.rows, self.context = rows, context
         self._usual, self._micro_batch = batch, micro_batch
         self.validation_rows, self._final_tokens = validation_rows, final_tokens
+        self.on_scored: Callable[[int, int], None] = lambda done, rows: None  # called while an evaluation continues
         self._precision = _precision(precision, torch.device(device).type == "cuda")
         super().__init__(
             model,
@@ -161,6 +162,7 @@ class TextProblem(ModuleProblem):
             counted = targets[targets != IGNORED]  # (tokens that count,)
             num_tokens += counted.numel()
             num_bytes += int(sizes[counted].sum())
+            self.on_scored(min(start + at_once, len(chosen)), len(chosen))
         loss = nats / max(1, num_tokens)
         return {"loss": loss, "bits_per_byte": nats / (math.log(2.0) * max(1, num_bytes))}
 

@@ -1,0 +1,188 @@
+"""Copies of checkpoints at a URL: in memory, in a folder, on a server that fails, and back again."""
+
+import json
+import random
+import threading
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ringmaster_dist.config.compose import compose, to_typed
+from ringmaster_dist.config.describe import annotated
+from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.observe.run_files import RunDirectoryError
+from ringmaster_dist.runtime import mirror as module
+from ringmaster_dist.runtime.mirror import Mirror, RemoteRun, Source, fetch
+from ringmaster_dist.runtime.preparation import _composed, _refuse_used_mirror
+from ringmaster_dist.server.checkpoints import Checkpoints
+from tests.unit.test_checkpoints import save
+
+SECONDS = 60.0
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path):
+    place = f"memory://{random.randrange(10**12)}/run" if request.param == "memory" else f"file://{tmp_path}/remote"
+    yield place
+    if request.param == "memory":
+        MemoryFileSystem.store.clear()
+
+
+class LocalRun:
+    """A run directory whose trace grows by some parts between two checkpoints."""
+
+    def __init__(self, folder, keep=2):
+        self.folder = folder
+        folder.mkdir()
+        (folder / "config.yaml").write_text("a: 1\n")
+        (folder / "terms.jsonl").write_text("{}\n")
+        (folder / "token").write_text("the secret of this run")
+        self.keep, self.checkpoints = keep, Checkpoints(folder / "checkpoints", keep)
+
+    def checkpoint(self, version):
+        with (self.folder / "trace.jsonl").open("ab") as trace:
+            trace.write(random.Random(version).randbytes(250))
+        source = Source(save(self.checkpoints, version), {"trace.jsonl": (self.folder / "trace.jsonl").stat().st_size})
+        with (self.folder / "trace.jsonl").open("ab") as trace:
+            trace.write(b"later")
+        return source
+
+
+def content(url):
+    system, root = fsspec.core.url_to_fs(url)
+    return {path.removeprefix(root).lstrip("/"): system.cat_file(path) for path in system.find(root)}
+
+
+def test_the_newest_are_kept_with_their_files_and_come_back(url, tmp_path, monkeypatch):
+    """Only what is new is uploaded. The token never is."""
+    monkeypatch.setattr(module, "_PART_BYTES", 100)
+    run, remote = LocalRun(tmp_path / "run"), RemoteRun(url)
+    assert remote.names() == []
+    sent = []
+    pipe = type(remote._system).pipe_file
+    monkeypatch.setattr(
+        type(remote._system), "pipe_file", lambda *given, **more: sent.append(given) or pipe(*given, **more)
+    )
+    for version in (5, 10, 15, 20):
+        sent.clear()
+        source = run.checkpoint(version)
+        remote.upload(run.folder, source, run.keep)
+    assert len(sent) <= 5  # of eleven parts; one of these is the manifest
+    there = content(url)
+    assert [moment(name) for name in remote.names()] == [15, 20]
+    assert remote.names() == [path.name for path in run.checkpoints._paths()]
+    assert not any(b"the secret" in data for data in there.values())
+    assert sum(name.startswith("checkpoints/") for name in there) == 2
+    needed = {
+        part
+        for name in remote.names()
+        for parts in json.loads(there[f"{name}.json"])["files"].values()
+        for part in parts
+    }
+    assert {name.removeprefix("parts/") for name in there if name.startswith("parts/")} == needed
+    fetched = fetch(url, tmp_path / "fetched", "another token").path
+    for name in ("config.yaml", "terms.jsonl"):
+        assert (fetched / name).read_bytes() == (run.folder / name).read_bytes()
+    size = source.sizes["trace.jsonl"]
+    assert (fetched / "trace.jsonl").read_bytes() == (run.folder / "trace.jsonl").read_bytes()[:size]
+    assert Checkpoints(fetched / "checkpoints").newest()[1].core.version == 20
+    assert (fetched / "token").read_text() == "another token"
+    assert {path.stat().st_mode & 0o77 for path in (fetched, *fetched.rglob("*"))} == {0}
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        fetch(url, tmp_path / "fetched", "another token")
+
+
+def moment(name):
+    return int(name.partition("version-")[2][:9])
+
+
+@pytest.mark.parametrize("damage", ["checkpoint", "part", "manifest", "missing"])
+def test_a_damaged_copy_is_passed_over(damage, url, tmp_path, caplog):
+    run, remote = LocalRun(tmp_path / "run"), RemoteRun(url)
+    for version in (5, 10):
+        remote.upload(run.folder, run.checkpoint(version), run.keep)
+    newest = remote.names()[-1]
+    manifest = remote._manifest(newest)
+    part = f"parts/{manifest['files']['trace.jsonl'][-1]}"
+    path = {"checkpoint": f"checkpoints/{newest}", "manifest": f"{newest}.json"}.get(damage, part)
+    system, root = fsspec.core.url_to_fs(url)
+    whole = system.cat_file(f"{root}/{path}")
+    if damage == "missing":
+        system.rm_file(f"{root}/{path}")
+    else:
+        system.pipe_file(f"{root}/{path}", whole[:-1])
+    fetched = fetch(url, tmp_path / "fetched", "t" * 16).path
+    assert Checkpoints(fetched / "checkpoints").newest()[1].core.version == 5
+    assert f"{newest} at {url} is passed over" in caplog.text
+
+
+def test_a_copy_that_fails_is_a_warning_and_the_next_one_is_whole(tmp_path, monkeypatch, caplog):
+    """A manifest that could not be uploaded is not seen. Uploads wait in a thread, and the newest is uploaded next."""
+    url = f"memory://{random.randrange(10**12)}"
+    run, may_go_on, broken = LocalRun(tmp_path / "run", keep=9), threading.Event(), [True]
+    mirror, move = Mirror(url, run.folder, 9), MemoryFileSystem.mv
+
+    def slow_move(*given):
+        may_go_on.wait(SECONDS)
+        if broken[0]:
+            raise ConnectionError("the line is cut")
+        move(*given)
+
+    monkeypatch.setattr(MemoryFileSystem, "mv", slow_move)
+    for version in (5, 10, 15):  # returns at once, although nothing was uploaded
+        mirror.submit(*run.checkpoint(version))
+    assert RemoteRun(url).names() == []
+    may_go_on.set()
+    mirror.finish(SECONDS)
+    assert RemoteRun(url).names() == []
+    assert caplog.text.count("WAS NOT COPIED to memory://") >= 2
+    assert "the line is cut" in caplog.text
+    broken[0] = False
+    mirror.finish(SECONDS)  # tries the last one again
+    assert [moment(name) for name in RemoteRun(url).names()] == [15]
+    assert fetch(url, tmp_path / "fetched", "t" * 16).path.is_dir()
+
+
+def test_an_interrupted_download_is_repeated(tmp_path, monkeypatch):
+    run, url = LocalRun(tmp_path / "run"), f"file://{tmp_path}/remote"
+    RemoteRun(url).upload(run.folder, run.checkpoint(5), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(module.RunDirectory, "write_secret", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fetch(url, tmp_path / "fetched", "t" * 16)
+    assert fetch(url, tmp_path / "fetched", "t" * 16).read("config.yaml") == "a: 1"
+
+
+def test_resume_finds_the_run_at_a_url(tmp_path):
+    """resume=auto looks into run.dir first, and then at checkpoint.mirror. resume=URL names the URL."""
+    url = f"file://{tmp_path}/remote"
+    line = [f"run.dir={tmp_path}/a", f"checkpoint.mirror={url}", "budget.updates=5000"]
+    run = LocalRun(tmp_path / "run")
+    (run.folder / "config.yaml").write_text(annotated(compose(line, "train")) + "\n")
+    assert _composed([*line, "resume=auto"], "")[1] == ""  # the run has not begun
+    RemoteRun(url).upload(run.folder, run.checkpoint(5), 1)
+    for _ in range(2):  # copied, and found here
+        assert _composed([*line, "resume=auto"], "t" * 16)[1] == f"{tmp_path}/a"
+    composed, resumed = _composed([f"resume={url}", f"run.dir={tmp_path}/b", "budget.updates=7000"], "")
+    assert (resumed, composed.budget.updates) == (f"{tmp_path}/b", 7000)
+    assert len((tmp_path / "b/token").read_text()) == 32
+    for overrides, words in (
+        ([f"resume={url}"], "needs run.dir, the directory that the run is copied to"),
+        ([f"resume={url}", f"run.dir={tmp_path}/b"], f"already holds a run: resume it with resume={tmp_path}/b"),
+        ([f"resume={url}", f"run.dir={tmp_path}/c", "method.eta=3"], "method.eta: a run is resumed as it began"),
+    ):
+        with pytest.raises(UserError, match=words):
+            _composed(overrides, "")
+    with pytest.raises(UserError, match=f"already holds a run: resume it with resume={url}, or choose another"):
+        _refuse_used_mirror(to_typed(compose([*line], "train"), real_time=True))
+
+
+@pytest.mark.parametrize(("url", "words"), [("nothing://a", "nothing"), ("sftp://host/a", "ringmaster-dist[remote]")])
+def test_a_url_that_cannot_be_used_is_one_line(url, words, tmp_path):
+    with pytest.raises(UserError) as raised:
+        RemoteRun(url)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        fetch(f"file://{tmp_path}/nothing", tmp_path / "run", "t" * 16)
