@@ -34,5 +34,8 @@ case "${LAUNCHER:-ringmaster}" in
     *) echo "launch/server.sh: LAUNCHER=$LAUNCHER is not allowed; use ringmaster or torchrun" >&2; exit 2 ;;
 esac
 say "starting the server at $host:${SERVER_PORT:-29400}, run directory ${RUN_DIR:-runs/cluster}"
-exec "$RINGMASTER_PYTHON" -m "${command[@]}" cluster.local_workers=0 cluster.workers="${WORKERS:-4}" cluster.profile=none \
-    server.host="$host" server.port="${SERVER_PORT:-29400}" run.dir="${RUN_DIR:-runs/cluster}" resume=auto "$@"
+overrides=(cluster.local_workers=0 cluster.workers="${WORKERS:-4}" cluster.profile=none
+    server.host="$host" server.port="${SERVER_PORT:-29400}" run.dir="${RUN_DIR:-runs/cluster}" resume=auto "$@")
+# torchrun restarts whatever fails, so a mistake is looked for first.
+[ "${LAUNCHER:-ringmaster}" = ringmaster ] || "$RINGMASTER_PYTHON" -m ringmaster_dist train --cfg job "${overrides[@]}" >/dev/null
+exec "$RINGMASTER_PYTHON" -m "${command[@]}" "${overrides[@]}"

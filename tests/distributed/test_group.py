@@ -95,8 +95,8 @@ def test_groups_and_a_worker_train_together(own, tmp_path):
             run.children()
             run.process.send_signal(signal.SIGINT)
             summary = check_finished(run)
-            assert single.wait(timeout=30) == 0
-            assert groups[0].process.wait(timeout=30) == 0, (tmp_path / "groups").read_text()
+            assert single.wait() == 0
+            assert groups[0].process.wait() == 0, (tmp_path / "groups").read_text()
         finally:
             single.kill()
             for group in groups:
@@ -118,14 +118,14 @@ def _accepted(run, worker):
 def _disturb(run, groups):
     until(lambda: (run.directory / "address").exists() or run.process.poll() is not None, "the server is there")
     assert run.process.poll() is None, run.errors()
-    until(lambda: len(run.joined()) == 3, "two groups and a worker have joined", 100)
+    until(lambda: len(run.joined()) == 3, "two groups and a worker have joined")
     pairs = [member["worker"] for member in run.members() if member["ranks"] == 2]
     assert len(pairs) == 2  # a group of two ranks is one worker
     until(lambda: all(_accepted(run, pair) > 10 for pair in pairs), "both continue after interruptions")
     listens = listening([*groups[0].ranks().values(), *groups[1].ranks().values()])
     assert {host for host, _ in listens} == {"127.0.0.1"}
     os.kill(groups[0].ranks()[1], signal.SIGKILL)
-    until(lambda: len(run.joined()) == 4, "the group is back as another worker", 100)
+    until(lambda: len(run.joined()) == 4, "the group is back as another worker")
     groups[1].kill()
     newest = max(run.joined())
     until(lambda: _accepted(run, newest) > 5, "the group is of use again")
@@ -150,7 +150,7 @@ def test_a_rank_that_fails_ends_its_group_with_one_line(own, tmp_path):
         server = f"server={(tmp_path / 'run/address').read_text()}"
         failing = rank_pair("a", server, "target=theirs:factory", FAILING_RANK="1")
         not_allowed = rank_pair("b", server)
-        ended = [[process.communicate(timeout=100)[1] for process in pair] for pair in (failing, not_allowed)]
+        ended = [[process.communicate()[1] for process in pair] for pair in (failing, not_allowed)]
         codes = [[process.returncode for process in pair] for pair in (failing, not_allowed)]
         assert codes == [[1, 1], [2, 2]], ended
         (said, shown), (allowed, nothing) = ended

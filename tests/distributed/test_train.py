@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,18 @@ from safetensors.torch import load_file
 
 from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.schedules import Constant
+from ringmaster_dist.cli.main import main
+from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.simulation.forecast import forecast
 from ringmaster_dist.theory import seconds_of_run
+from tests.command import ringmaster
 from tests.distributed.processes import (
     LONG,
     QUICK,
     Run,
     alive,
     check_finished,
+    descendants,
     processes_with,
     recompute,
     replay,
@@ -159,9 +164,28 @@ def test_sigint_and_sigterm_end_a_run_cleanly(number, tmp_path):
         until(lambda: run.version() > 20, "twenty updates")
         run.children()
         run.process.send_signal(number)
+        code, output, _ = run.wait()
+        assert code == 128 + number
+        assert f"stopped early by you; continue with ringmaster train resume={tmp_path}/run" in output
         summary = check_finished(run)
     assert summary["ended"] == "stopped by the user"
     assert summary["updates"] > 20
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_run_starts_leaves_nothing_behind(number, seconds, tmp_path):
+    """Ctrl+C reaches every process of the terminal, here those of a session. The fork server is importing."""
+    command = [sys.executable, "-m", "ringmaster_dist", "train", f"run.dir={tmp_path}/run", *QUICK, *LONG]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    until(lambda: descendants(process.pid), "the first process was started")
+    time.sleep(seconds)
+    started = descendants(process.pid)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    assert process.wait(20) in (128 + number, -number)
+    until(lambda: not any(alive(pid) for pid in started), "every process has ended", 20)
+    assert "Traceback" not in (tmp_path / "output").read_text()
 
 
 @pytest.mark.alone
@@ -187,7 +211,7 @@ def test_workers_join_a_run_with_nothing_but_address_and_token(tmp_path):
         until(lambda: run.version() > 5, "the run goes on")
         guest = worker(f"server={address}", f"token_file={tmp_path}/run/token")
         stranger = worker(f"server={address}", RINGMASTER_TOKEN="wrong")
-        _, errors = stranger.communicate(timeout=60)
+        _, errors = stranger.communicate()
         assert stranger.returncode == 2
         assert "has another token" in errors
         until(lambda: any(m["worker"] == 1 for m in run.members()), "the guest has joined")
@@ -196,7 +220,7 @@ def test_workers_join_a_run_with_nothing_but_address_and_token(tmp_path):
         run.children()
         run.process.send_signal(signal.SIGINT)
         summary = check_finished(run)
-        assert guest.wait(timeout=30) == 0
+        assert guest.wait() == 0
     assert summary["per_worker"]["1"]["accepted"] > 0
     assert (tmp_path / "run/token").stat().st_mode & 0o777 == 0o600
 
@@ -212,16 +236,15 @@ def test_workers_join_a_run_with_nothing_but_address_and_token(tmp_path):
     ],
 )
 def test_wrong_arguments_of_a_worker_are_refused(arguments, message):
-    process = worker(*arguments)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert message in errors
-    assert len(errors.strip().splitlines()) == 1
+    done = ringmaster("worker", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_a_worker_without_a_server_gives_up_with_one_line():
     process = worker("server=127.0.0.1:1", "patience_seconds=1", RINGMASTER_TOKEN="x")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert process.returncode == 1
     assert errors.strip() == "ringmaster worker: no server at 127.0.0.1:1 (Connection refused), for 1 s"
 
@@ -238,7 +261,7 @@ def test_a_port_in_use_is_reported(tmp_path):
     assert "Traceback" not in errors
 
 
-def test_a_stopped_run_is_resumed(tmp_path):
+def test_a_stopped_run_is_resumed(tmp_path, capsys):
     """It is resumed with a larger budget. Its weights are kept, and the whole replays as one run."""
     directory = tmp_path / "run"
     with Run(directory, "method=rennala", "method.batch=3", "budget.updates=40") as run:
@@ -250,8 +273,13 @@ def test_a_stopped_run_is_resumed(tmp_path):
     assert second["seconds"] > first["seconds"]
     assert second["num_workers"] == 5
     assert run.arrivals()[0]["version"] == 0
-    command = [sys.executable, "-m", "ringmaster_dist", "export", str(directory), str(tmp_path / "weights")]
-    exported = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    best = min(row.evaluation["gap"] for row in RunFiles(directory).metrics())
+    assert second["best_value"] == best
+    capsys.readouterr()
+    assert main(["eval", str(directory), "checkpoint=best"]) == 0
+    shown = f"best.safetensors ({second['best_version']} updates): gap {best:.4f}"
+    assert capsys.readouterr().out.startswith(shown)  # the weights in the file have that gap
+    exported = ringmaster("export", directory, tmp_path / "weights")
     assert "50 parameters after 70 updates" in exported.stdout, exported.stderr
     weights, final = load_file(tmp_path / "weights"), load_file(directory / "final.safetensors")
     assert torch.equal(weights["x"], final["x"])
@@ -260,20 +288,20 @@ def test_a_stopped_run_is_resumed(tmp_path):
 
 
 def test_the_memory_of_the_server_does_not_grow(tmp_path):
-    """It does not grow over three thousand updates after the first thousand. With large iterates the server and a
+    """It does not grow over 1,500 updates after the first thousand. With large iterates the server and a
     worker hold only what they need."""
-    with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=2000", "budget.updates=4000") as run:
+    with Run(tmp_path / "run", "cluster.profile=none", "problem.dim=2000", "budget.updates=2500") as run:
         until(lambda: run.version() > 1000, "the first thousand")
         early, server = resident_bytes(run.server()), run.server()
         late = early
-        while run.version() < 3900 and run.process.poll() is None:
+        while run.version() < 2400 and run.process.poll() is None:
             late = resident_bytes(server) or late
         summary = check_finished(run)
-    assert summary["updates"] == 4000
-    assert late - early < 20e6, f"it grew by {(late - early) / 1e6:.1f} MB"
+    assert summary["updates"] == 2500
+    assert late - early < 10e6, f"it grew by {(late - early) / 1e6:.1f} MB"
 
     big, size = ["cluster.profile=none", "problem.dim=1000000", "checkpoint.every=null", "run.samples=1"], 8e6
-    with Run(tmp_path / "big", *big, "budget.updates=400") as run:
+    with Run(tmp_path / "big", *big, "budget.updates=200") as run:
         server, worker, most, workers_most = run.server(), until(run.workers, "a worker")[0], 0, 0
         while run.process.poll() is None:
             most, workers_most = max(most, resident_bytes(server)), max(workers_most, resident_bytes(worker))
@@ -281,7 +309,7 @@ def test_the_memory_of_the_server_does_not_grow(tmp_path):
     iterate_momentum_scratch, snapshots, gradients, evaluation = 3, 3 + 1, 3, 3  # of three workers
     needed = (iterate_momentum_scratch + snapshots + gradients + evaluation) * size
     assert most - early < needed + 20e6, f"{(most - early) / 1e6:.0f} MB, needed {needed / 1e6:.0f}"
-    # Of the hundred-odd snapshots a worker has got, and the gradients it has made, it keeps a few.
+    # Of the sixty-odd snapshots a worker has got, and the gradients it has made, it keeps a few.
     assert workers_most - early < 25 * size, f"a worker took {(workers_most - early) / 1e6:.0f} MB"
 
 
@@ -322,8 +350,7 @@ def test_wrong_arguments_of_resume_are_refused(overrides, message, tmp_path_fact
         with Run(base, "budget.updates=5", "cluster.workers=1") as run:
             check_finished(run)
     before = sorted((path.name, path.stat().st_size) for path in base.iterdir())
-    command = [sys.executable, "-m", "ringmaster_dist", "train", *(o.format(run=base) for o in overrides)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = ringmaster("train", *(o.format(run=base) for o in overrides))
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -337,7 +364,7 @@ def test_a_run_under_torchrun(tmp_path):
         "ringmaster_dist.train", f"run.dir={tmp_path}/run", *QUICK, "method=rennala", "method.batch=2",
         "budget.updates=40",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["updates"] == 40
@@ -358,7 +385,7 @@ def test_torchrun_resumes_its_run_after_it_restarted_all_ranks(tmp_path):
         ranks = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in processes_with(f"run.dir={run}")}
         server = next(pid for pid, environment in ranks.items() if b"\0RANK=0\0" in environment)
         os.kill(server, signal.SIGKILL)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 0, errors
@@ -366,9 +393,7 @@ def test_torchrun_resumes_its_run_after_it_restarted_all_ranks(tmp_path):
     assert len((run / "terms.jsonl").read_text().splitlines()) == 2
     assert replay(run).returncode == 0
     before = (run / "summary.json").read_text()
-    other = subprocess.run(
-        [*command, "method=rennala", "budget.updates=900"], capture_output=True, text=True, timeout=120
-    )
+    other = subprocess.run([*command, "method=rennala", "budget.updates=900"], capture_output=True, text=True)
     assert other.returncode != 0  # however often torchrun tries: that is another run
     assert "already holds a run" in other.stderr
     assert (run / "summary.json").read_text() == before
@@ -381,4 +406,4 @@ def test_no_orphan_when_the_supervisor_is_killed(tmp_path):
         assert len(run.children("server")) == 1
         assert len(run.workers()) == 3
         run.process.kill()
-        until(lambda: not any(alive(pid) for pid in children), "the children have ended", 40)
+        until(lambda: not any(alive(pid) for pid in children), "the children have ended")

@@ -44,7 +44,7 @@ class Network(network.Network):
         total = 0
         for relay in self.relays:
             relay.terminate()
-            output, _ = relay.communicate(timeout=10)
+            output, _ = relay.communicate()
             total += int(output.split()[-1])
         self.relays = []
         return total

@@ -6,12 +6,14 @@ import sys
 
 import pytest
 
+from tests.command import ringmaster
+
 pytestmark = pytest.mark.e2e
 
 
 def chaos(*arguments):
     command = [sys.executable, "-m", "ringmaster_dist", "chaos", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.alone
@@ -36,5 +38,5 @@ def test_a_short_chaos_loses_nothing_and_replays(tmp_path):
 
 @pytest.mark.parametrize("argument", ["seconds=1", "faults=-1", "faults=1.5", "seed=x", "--fast", "cluster.workerz=3"])
 def test_wrong_arguments_of_chaos_are_refused(argument):
-    done = chaos(argument)
+    done = ringmaster("chaos", argument)
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done.stderr

@@ -7,8 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,11 @@ from tokenizers import Tokenizer
 
 from ringmaster_dist import __version__
 from ringmaster_dist.cli.main import COMMANDS, main
-from ringmaster_dist.config.compose import load
+from ringmaster_dist.config.build import build_rows
+from ringmaster_dist.config.compose import from_yaml, load
 from ringmaster_dist.experiment import plan as plans
+from tests.command import ringmaster as run_here
+from tests.distributed.processes import until
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
@@ -31,7 +32,7 @@ TRACE = {"time", "worker", "sequence", "gradient_version", "version", "delay", "
 
 def ringmaster(*arguments, cwd=None):
     command = [sys.executable, "-m", "ringmaster_dist", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
 def test_the_command_explains_itself():
@@ -51,7 +52,7 @@ def test_every_command_has_a_help_text_and_needs_no_torch_for_it():
         "import sys; from ringmaster_dist.cli.main import COMMANDS, main;"
         "print([command.name for command in COMMANDS if main([command.name, '--help'])], 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[] False", done.stderr
     lines = done.stdout.splitlines()
     for command in COMMANDS:
@@ -65,20 +66,20 @@ def test_a_reader_that_has_seen_enough_is_no_failure():
     os.close(reading)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-m", "ringmaster_dist", "--help"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60, env=environment)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_configuration_is_shown_with_overrides():
-    shown = ringmaster("simulate", "--cfg", "job", "method=rennala", "method.batch=5")
+    shown = run_here("simulate", "--cfg", "job", "method=rennala", "method.batch=5")
     assert shown.returncode == 0
     assert "batch: 5" in shown.stdout
     assert "threshold" not in shown.stdout
 
 
 def test_a_run_leaves_its_files(tmp_path):
-    done = ringmaster("simulate", *SMALL, f"run.dir={tmp_path}/run", "method.threshold=3", "run.samples=10")
+    done = run_here("simulate", *SMALL, f"run.dir={tmp_path}/run", "method.threshold=3", "run.samples=10")
     assert done.returncode == 0, done.stderr
     assert "accepted" in done.stdout
     assert str(tmp_path / "run") in done.stdout
@@ -99,20 +100,21 @@ def test_a_run_leaves_its_files(tmp_path):
 
 def test_a_run_is_not_overwritten_unasked(tmp_path):
     arguments = ["simulate", *SMALL, f"run.dir={tmp_path}/run"]
-    assert ringmaster(*arguments).returncode == 0
+    assert run_here(*arguments).returncode == 0
     first = (tmp_path / "run/summary.json").read_text()
-    refused = ringmaster(*arguments, "run.seed=1")
+    refused = run_here(*arguments, "run.seed=1")
     assert refused.returncode == 2
     assert "run.overwrite=true" in refused.stderr
     assert (tmp_path / "run/summary.json").read_text() == first
-    assert ringmaster(*arguments, "run.seed=1", "run.overwrite=true").returncode == 0
+    assert run_here(*arguments, "run.seed=1", "run.overwrite=true").returncode == 0
     assert (tmp_path / "run/summary.json").read_text() != first
 
 
 def test_a_seed_repeats_a_run_exactly(tmp_path):
     traces = []
     for index, seed in enumerate((4, 4, 5)):
-        assert ringmaster("simulate", *SMALL, f"run.seed={seed}", f"run.dir={tmp_path}/{index}").returncode == 0
+        simulate = run_here if index else ringmaster
+        assert simulate("simulate", *SMALL, f"run.seed={seed}", f"run.dir={tmp_path}/{index}").returncode == 0
         traces.append((tmp_path / f"{index}/trace.jsonl").read_text())
     assert traces[0] == traces[1] != traces[2]
 
@@ -152,7 +154,7 @@ def test_a_seed_repeats_a_run_exactly(tmp_path):
     ],
 )
 def test_mistakes_exit_with_2_and_one_line(arguments):
-    failed = ringmaster(*arguments)
+    failed = run_here(*arguments)
     assert failed.returncode == 2
     assert failed.stdout == ""
     assert failed.stderr.startswith("ringmaster: ")
@@ -162,34 +164,20 @@ def test_mistakes_exit_with_2_and_one_line(arguments):
 def test_a_run_directory_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "run", Path("/proc/run")):
-        failed = ringmaster("simulate", *SMALL, f"run.dir={place}")
+        failed = run_here("simulate", *SMALL, f"run.dir={place}")
         assert failed.returncode == 2
         assert f"run.dir={place} cannot be written" in failed.stderr
         assert "Traceback" not in failed.stderr
-
-
-def test_multirun_writes_one_directory_each(tmp_path):
-    done = ringmaster(
-        "simulate", "-m", *SMALL, "method=ringmaster,rennala", "method.eta=0.1,0.3", f"run.dir={tmp_path}/all"
-    )
-    assert done.returncode == 0, done.stderr
-    configs = [(tmp_path / f"all/{i}/config.yaml").read_text() for i in range(4)]
-    assert sum("name: rennala" in text for text in configs) == 2
-    assert sum("eta: 0.3" in text for text in configs) == 2
 
 
 def test_an_interrupted_simulation_says_how_far_it_got(tmp_path):
     command = [sys.executable, "-m", "ringmaster_dist", "simulate", f"run.dir={tmp_path}/run", "budget.seconds=1e9",
                "run.samples=1000000"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
     trace = tmp_path / "run/trace.jsonl"
-    while not (trace.exists() and trace.stat().st_size > 0):
-        assert time.monotonic() < deadline, "the run never began"
-        assert process.poll() is None
-        os.sched_yield()
+    until(lambda: trace.exists() and trace.stat().st_size > 0, "the run has begun")
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in errors
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -211,35 +199,16 @@ def test_a_million_workers_fit_in_four_gigabytes(tmp_path):
         "problem.dim=100",
         f"run.dir={tmp_path}/run",
     ]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) < 4096
     assert json.loads((tmp_path / "run/summary.json").read_text())["updates"] > 30
 
 
-def test_the_wheel_carries_the_configs(tmp_path):
-    """The wheel is built, unpacked elsewhere, and used away from the repository."""
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True, timeout=200)
-    (wheel,) = tmp_path.glob("ringmaster_dist-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-        names = archive.namelist()
-    assert "ringmaster_dist/_configs/method/ringmaster.yaml" in names
-    assert "ringmaster_dist/observe/assets/page.js" in names
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r});"
-        "from ringmaster_dist.config.compose import config_dir, load;"
-        "print(config_dir()); print(load(['method=rennala']).method.batch)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.stdout.split() == [str(tmp_path / "site/ringmaster_dist/_configs"), "8"], done.stderr
-
-
 def test_your_own_model_as_the_readme_says(tmp_path):
     """The README's example is trained, replayed and simulated exactly as printed."""
     text = (ROOT / "README.md").read_text()
-    section = text[text.index("## Your own model") : text.index("## Simulate")]
+    section = text[text.index("## Your own model") : text.index("## Your machines")]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (tmp_path / "my_problem.py").write_text(code)
     (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
@@ -252,73 +221,68 @@ def test_your_own_model_as_the_readme_says(tmp_path):
     summary = json.loads((tmp_path / "runs/mine/summary.json").read_text())
     first = json.loads((tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()[0])
     assert summary["final_loss"] < 0.7 * first["loss"]
-    (tmp_path / "silent.py").write_text(code.replace("evaluate=evaluate, ", ""))  # evaluate is optional
-    silent = ringmaster("train", "problem=python", "problem.target=silent:factory", "cluster.workers=2",
-                        "budget.updates=20", cwd=tmp_path)  # fmt: skip
-    assert silent.returncode == 0, silent.stderr
-    assert "20 updates" in silent.stdout
-    wrong = ringmaster("train", "problem=python", "problem.target=my_problem:nothing", cwd=tmp_path)
-    assert wrong.returncode == 2
-    assert "cannot be imported" in wrong.stderr
-    unknown = ringmaster(
-        "train", "problem=python", "problem.target=my_problem:factory", "problem.args.depth=3", cwd=tmp_path
-    )
-    assert unknown.returncode == 2
-    assert "depth" in unknown.stderr
 
 
-def test_nanochat_from_training_to_text(tmp_path):
-    """A shortened main job: trained over RPC, replayed to the same bits, evaluated, sampled, exported and loaded."""
+def printed(capsys, *words):
+    """Runs a command in this process, and returns what it prints."""
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_nanochat_from_training_to_text(tmp_path, capsys):
+    """The main job in small: trained over RPC, replayed to the same bits, evaluated, sampled, exported and loaded."""
     run = tmp_path / "run"
-    short = ["budget.updates=90", "cluster.unit_seconds=0.05", "method.decay=0", f"run.dir={run}"]
-    short.append("cluster.batch=[4,2]")
+    short = ["budget.updates=90", "cluster.unit_seconds=0.02", "method.decay=0", f"run.dir={run}"]
+    short += ["budget.seconds=600", "cluster.batch=[4,2]", "model.n_layer=2", "model.n_embd=64"]
+    short += ["model.sequence_len=64", "data=text", f"data.path={Path(json.__file__).parents[1] / 'asyncio'}"]
     trained = ringmaster("train", "experiment=nanochat_local", *short)
     assert trained.returncode == 0, trained.stderr
     assert "a sample" in trained.stdout
     summary = json.loads((run / "summary.json").read_text())
     assert summary["final_loss"] < 6.3  # guessing is ln(1024) = 6.93
-    assert "the same bits" in ringmaster("replay", str(run)).stdout
-    evaluated = ringmaster("eval", str(run))
-    (told,) = re.findall(r"loss (\S+)", evaluated.stdout)
-    assert float(told) == pytest.approx(summary["final_loss"], abs=1e-4), evaluated.stderr
+    assert "the same bits" in printed(capsys, "replay", run)
+    evaluated = printed(capsys, "eval", run)
+    (told,) = re.findall(r"loss (\S+)", evaluated)
+    assert float(told) == pytest.approx(summary["final_loss"], abs=1e-4)
     assert f"-> {summary['final_loss']:.4g}" in trained.stdout  # the closing line says the same
     assert f"on {summary['evaluated_on']}" in trained.stdout
     weights = tmp_path / "weights.safetensors"
-    assert ringmaster("export", str(run), str(weights)).returncode == 0
-    assert ringmaster("eval", str(weights)).stdout.partition(":")[2] == evaluated.stdout.partition(":")[2]
-    texts = [
-        ringmaster("sample", str(place), "--prompt", "import ", "--tokens", "20").stdout for place in (run, weights)
-    ]
+    printed(capsys, "export", run, weights)
+    assert printed(capsys, "eval", weights).partition(":")[2] == evaluated.partition(":")[2]
+    texts = [printed(capsys, "sample", place, "--prompt", "import ", "--tokens", "20") for place in (run, weights)]
     assert texts[0] == texts[1]
     assert texts[0].startswith("import ")
     assert len(texts[0]) > 20
-    long = ringmaster("sample", str(run), "--prompt", "word " * 500, "--tokens", "200")  # the context is 128
-    assert (long.returncode, len(long.stdout) > 2700) == (0, True), long.stderr
-    assert main(["export", str(run), str(tmp_path / "hub"), "--format", "hf"]) == 0
+    rows = build_rows(from_yaml((run / "config.yaml").read_text()))
+    document = rows.tokenizer().decode(rows.validation[0][1:40].tolist())  # after the token that begins it
+    assert document[:6] == printed(capsys, "sample", run, "checkpoint=best", "--tokens", "1")[:6]
+    assert len(printed(capsys, "sample", run, "--prompt", "word " * 250, "--tokens", "100")) > 1350  # the context is 64
+    printed(capsys, "export", run, tmp_path / "hub", "--format", "hf")
     config = json.loads((tmp_path / "hub/config.json").read_text())
     assert load_file(tmp_path / "hub/model.safetensors")["lm_head.weight"].shape == (1024, config["hidden_size"])
     assert Tokenizer.from_file(str(tmp_path / "hub/tokenizer.json")).get_vocab_size() == config["vocab_size"]
     assert main(["export", str(run), str(tmp_path / "none"), "--format", "nanochat"]) == 2  # it is another model
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("n_layer: 4", "n_layer: 3"))
-    other = ringmaster("eval", str(run))
-    assert (other.returncode, "another model" in other.stderr) == (2, True)
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("n_layer: 2", "n_layer: 3"))
+    assert main(["eval", str(run)]) == 2
+    assert "another model" in capsys.readouterr().err
 
 
 def test_an_experiment_is_reproduced_and_resumed(tmp_path):
     """A small experiment tunes every method and writes its tables, figure and summary. A second call gives the same
     bytes."""
-    command = ["experiment", "quadratic", "size=smoke", "seeds=2", "regimes=linear"]
-    done = ringmaster(*command, f"dir={tmp_path}/a")
+    given = ["experiment", "quadratic", "size=smoke", "seeds=2", "regimes=linear"]
+    done = ringmaster(*given, f"dir={tmp_path}/a")
     assert done.returncode == 0, done.stderr
     assert "Best first: ringmaster" in done.stdout[done.stdout.index("## linear") :]
+    assert "## Seconds to a gap, linear delays" in done.stdout
     assert (tmp_path / "a/quadratic.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "a/quadratic.pdf").read_bytes()[:4] == b"%PDF"
-    tables = {name: (tmp_path / "a" / name).read_bytes() for name in ("tuning.csv", "curves.csv")}
+    tables = {name: (tmp_path / "a" / name).read_bytes() for name in ("tuning.csv", "curves.csv", "gaps.csv")}
     assert tables["tuning.csv"].count(b"\n") == 1 + (4 + 2 + 4 + 2)
     lost = sorted((tmp_path / "a/runs").glob("*.json"))[::3]
     for path in lost:  # as if it had been interrupted
         path.unlink()
-    ringmaster(*command, f"dir={tmp_path}/a")
+    assert main([*given, f"dir={tmp_path}/a", "jobs=1"]) == 0
     assert {name: (tmp_path / "a" / name).read_bytes() for name in tables} == tables
 
 
@@ -332,7 +296,7 @@ def test_an_experiment_is_reproduced_and_resumed(tmp_path):
     ],
 )
 def test_theory_prints_its_figures(arguments, words, tmp_path):
-    done = ringmaster("theory", *arguments, f"plot={tmp_path}/plot.png")
+    done = run_here("theory", *arguments, f"plot={tmp_path}/plot.png")
     assert done.returncode == 0, done.stderr
     for word in words:
         assert word in done.stdout
@@ -341,7 +305,7 @@ def test_theory_prints_its_figures(arguments, words, tmp_path):
 
 def test_advice_is_given():
     """On a cluster with one very slow worker, the advice says that it starves and names a threshold."""
-    done = ringmaster("advise", "times=1,1,1,500", "thresholds=1,2,4,8")
+    done = run_here("advise", "times=1,1,1,500", "thresholds=1,2,4,8")
     assert done.returncode == 0, done.stderr
     assert "1 of 4" in done.stdout
     assert "advice: method=ringmaster method.threshold=" in done.stdout
@@ -349,8 +313,8 @@ def test_advice_is_given():
 
 def test_a_race_is_reproduced_and_resumed(tmp_path):
     """One cell in small: the stages, the tables and the figure, and the same bytes after runs were lost."""
-    command = ["experiment", "machines", "size=smoke", "seeds=1", "regimes=quadratic-change", "jobs=1"]
-    done = ringmaster(*command, f"dir={tmp_path}")
+    given = ["experiment", "machines", "size=smoke", "seeds=1", "regimes=quadratic-change", "jobs=1"]
+    done = run_here(*given, f"dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "of 1 cells**" in done.stdout
     assert "| quadratic | 4 | speeds change |" in done.stdout
@@ -360,11 +324,11 @@ def test_a_race_is_reproduced_and_resumed(tmp_path):
     assert tables["machines.csv"].count(b"\n") == 1 + 3
     for path in sorted((tmp_path / "runs").glob("*.json"))[::5]:
         path.unlink()
-    assert ringmaster(*command, f"dir={tmp_path}").returncode == 0
+    assert run_here(*given, f"dir={tmp_path}").returncode == 0
     assert {name: (tmp_path / name).read_bytes() for name in tables} == tables
 
 
-@pytest.mark.parametrize("plan", [plans.nanochat("smoke", 1, 8), plans.nanochat("full", 1, 32), plans.steps("full", 1)])
+@pytest.mark.parametrize("plan", [plans.nanochat("smoke", 1), plans.nanochat("full", 1), plans.steps("full", 1)])
 def test_the_runs_of_the_other_experiments_compose(plan):
     jobs = list(plan.tuning())
     assert {job.method for job in jobs} == set(plan.grids)
@@ -372,9 +336,9 @@ def test_the_runs_of_the_other_experiments_compose(plan):
         load(job.all_overrides)
 
 
-@pytest.mark.parametrize("command", ["simulate", "train"])
-def test_a_run_that_diverges_is_reported_and_fails(command, tmp_path):
-    done = ringmaster(command, "method.eta=1e30", "budget.updates=60", f"run.dir={tmp_path}/run", "run.report=false")
+@pytest.mark.parametrize("name", ["simulate", "train"])
+def test_a_run_that_diverges_is_reported_and_fails(name, tmp_path):
+    done = ringmaster(name, "method.eta=1e30", "budget.updates=60", f"run.dir={tmp_path}/run", "run.report=false")
     assert done.returncode == 1, done.stderr
     assert "THE RUN DIVERGES" in done.stderr
     assert "method.eta=2.5e+29" in done.stderr
@@ -396,7 +360,7 @@ def test_a_run_whose_steps_follow_its_budget_is_not_extended(tmp_path):
     """One line says what to do instead."""
     run, short = f"run.dir={tmp_path}/run", ["problem.dim=9", "cluster.workers=2", "run.report=false"]
     assert ringmaster("train", run, *short, "budget.updates=10", "method.decay=0.5").returncode == 0
-    longer = ringmaster("train", f"resume={tmp_path}/run", "budget.updates=20")
+    longer = run_here("train", f"resume={tmp_path}/run", "budget.updates=20")
     assert longer.returncode == 2
     assert f"init={tmp_path}/run" in longer.stderr
     assert longer.stderr.count("\n") == 1
@@ -404,7 +368,7 @@ def test_a_run_whose_steps_follow_its_budget_is_not_extended(tmp_path):
 
 @pytest.mark.parametrize("name", ["update", "simulator"])
 def test_benches_report(name):
-    done = ringmaster("bench", name, "--quick", "--json")
+    done = run_here("bench", name, "--quick", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["bench"].startswith(name)
@@ -412,30 +376,22 @@ def test_benches_report(name):
     assert len(report["rows"]) >= 2
 
 
-def readme_commands():
-    text = (ROOT / "README.md").read_text()
-    return [line for line in text.splitlines() if line.startswith(".venv/bin/ringmaster simulate")]
+def simulations():
+    """The commands of docs/simulate.md that simulate."""
+    return [line for line in (ROOT / "docs/simulate.md").read_text().splitlines() if line.startswith("ringmaster sim")]
 
 
-@pytest.mark.parametrize("command", readme_commands())
-def test_the_simulations_of_the_readme_run(command, tmp_path):
-    """Every simulation in the README runs as printed."""
-    words = shlex.split(command)[1:]
-    done = ringmaster(*words, cwd=tmp_path)
+@pytest.mark.parametrize("command", simulations())
+def test_the_documented_simulations_run(command, tmp_path):
+    """They run as printed."""
+    done = ringmaster(*shlex.split(command)[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_trains_and_replays(tmp_path):
-    (line,) = [line for line in (ROOT / "README.md").read_text().splitlines() if " && " in line and "train" in line]
-    command = line.replace(".venv/bin/ringmaster", f"{sys.executable} -m ringmaster_dist")
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=150, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "the same bits" in done.stdout
-
-
-def test_the_readme_names_commands_and_files_that_exist():
-    assert len(readme_commands()) >= 6
+def test_the_readme_is_short_and_names_its_two_commands():
     text = (ROOT / "README.md").read_text()
-    for path in ("launch/local.sh", "launch/test.sh", "docs/algorithm.md", "docs/run-directory.md", "CONTRIBUTING.md"):
-        assert path in text
+    assert len(simulations()) >= 6
+    assert len(text.splitlines()) <= 150
+    for path in ("launch/local.sh", "launch/test.sh"):
+        assert f"```sh\n./{path}\n```" in text
         assert (ROOT / path).exists()

@@ -8,9 +8,11 @@ import threading
 
 import pytest
 
+from ringmaster_dist.doctor import probe
 from ringmaster_dist.doctor.machine import machine_findings
 from ringmaster_dist.doctor.server import _versions, server_findings
 from ringmaster_dist.transport.agent import versions
+from tests.command import ringmaster
 from tests.distributed.processes import LONG, Run, hang_up, until
 
 pytestmark = pytest.mark.e2e
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.e2e
 def doctor(*arguments, **environment):
     command = [sys.executable, "-m", "ringmaster_dist", "doctor", *arguments]
     own = {name: value for name, value in os.environ.items() if name != "RINGMASTER_TOKEN"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**own, **environment})
+    return subprocess.run(command, capture_output=True, text=True, env={**own, **environment})
 
 
 def lines(done):
@@ -44,7 +46,7 @@ def test_the_doctor_reports_a_fault_of_this_machine(tmp_path, monkeypatch):
     assert not found["disk"].ok
 
 
-def test_the_doctor_checks_a_running_server(tmp_path):
+def test_the_doctor_checks_a_running_server(tmp_path, monkeypatch):
     with Run(tmp_path / "run", *LONG) as run:
         until(lambda: run.arrivals(), "the run goes on")
         address = (run.directory / "address").read_text()
@@ -60,6 +62,10 @@ def test_the_doctor_checks_a_running_server(tmp_path):
         wrong = doctor(f"server={address}", RINGMASTER_TOKEN="yesterday's")
         assert wrong.returncode == 1
         assert "copy RUN_DIR/token" in lines(wrong)["token"]
+        for token, code in ((run.directory / "token", 0), (run.directory / "config.yaml", 1)):
+            monkeypatch.setenv("RINGMASTER_TOKEN_FILE", str(token))
+            assert probe.main(address) == code
+        monkeypatch.delenv("RINGMASTER_TOKEN_FILE")
         assert len(run.joined()) == 3  # no other worker joined
 
 
@@ -85,6 +91,11 @@ def test_the_doctor_reports_a_server_that_does_not_answer():
             assert "not" in found["port"].text
 
 
+def test_a_probe_imports_no_torch():
+    code = "import ringmaster_dist.doctor.probe, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_the_doctor_compares_versions():
     assert _versions(versions()).ok
     other = _versions({**versions(), "torch": "2.7.1"})
@@ -97,5 +108,5 @@ def test_the_doctor_compares_versions():
     "arguments", [["server=here"], ["colour=red"], ["server=a:1", "token_file=/nowhere"], ["runs/a"]]
 )
 def test_wrong_arguments_of_the_doctor_are_refused(arguments):
-    done = doctor(*arguments)
+    done = ringmaster("doctor", *arguments)
     assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (2, 1, "")

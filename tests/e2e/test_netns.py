@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.attacker import listening
-from tests.distributed.processes import Run, check_finished, descendants, processes_with, recompute, until
+from tests.distributed.processes import LONG, Run, check_finished, descendants, processes_with, recompute, until
 from tests.e2e.network import Network, require_namespaces
 
 pytestmark = [pytest.mark.netns, pytest.mark.e2e]
@@ -24,9 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400
 TOKEN = {"RINGMASTER_TOKEN": "a token of sixteen or more".replace(" ", "-")}
 SERVER = ["cluster.local_workers=0", f"server.port={PORT}", "method=asynchronous", "problem.dim=2000",
-          "cluster.profile=similar", "cluster.unit_seconds=0.02", "budget.updates=null", "run.samples=600",
-          "server.start_seconds=0"]  # fmt: skip
-HASTY = ["connect_seconds=2", "call_seconds=4"]
+          "cluster.profile=similar", "cluster.unit_seconds=0.02", "server.start_seconds=0", *LONG]  # fmt: skip
+HASTY = ["connect_seconds=5", "call_seconds=4"]
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ class Workers:
         self.processes[name] = subprocess.Popen([*command, f"slot={slot}", *HASTY], env=environment)
 
     def check_ended(self) -> None:
-        codes = {name: process.wait(timeout=30) for name, process in self.processes.items()}
+        codes = {name: process.wait() for name, process in self.processes.items()}
         assert set(codes.values()) == {0}, codes
 
     def __exit__(self, *exception: object) -> None:
@@ -67,14 +66,13 @@ def events(run: Run, worker: int) -> list[str]:
 
 
 def test_links_that_are_cut_and_restored(network, tmp_path):
-    """The link of one worker is cut for 10 s, that of another for longer than its lease, and then that of the
+    """The link of one worker is cut for 4 s, that of another for longer than its lease, and then that of the
     server."""
-    lease = 18.0
+    lease = 12.0
     host = network.machine("server")
     for name in ("steady", "short", "long"):
         network.machine(name)
-    overrides = [*SERVER, f"server.host={host}", "cluster.workers=3", f"server.lease_seconds={lease}",
-                 "budget.seconds=55"]  # fmt: skip
+    overrides = [*SERVER, f"server.host={host}", "cluster.workers=3", f"server.lease_seconds={lease}"]
     run = Run(tmp_path / "run", f"run.dir={tmp_path}/run", *overrides, "resume=null", prefix=network.at("server"))
     with run, Workers(network, f"{host}:{PORT}") as workers:
         for number, name in enumerate(("steady", "short", "long")):  # one after the other, so that their ids are known
@@ -89,28 +87,28 @@ def test_links_that_are_cut_and_restored(network, tmp_path):
         network.cut("short")
         network.cut("long")
         began, silent, version = time.monotonic(), pushes(1), run.version()
-        until(lambda: time.monotonic() > began + 10, "ten seconds", 12)
-        assert run.version() > version + 100  # the steady one has not noticed
+        until(lambda: time.monotonic() > began + 4 and run.version() > version + 20, "the steady one has not noticed")
         assert pushes(1) <= silent + 2
         network.mend("short")
-        until(lambda: pushes(1) > silent + 10, "the one that was cut off for ten seconds delivers again", 20)
+        until(lambda: pushes(1) > silent + 10, "the one that was cut off for a while delivers again")
         assert events(run, 1) == ["join"]  # and was a member all the time
-        until(lambda: events(run, 2) == ["join", "leave"], "the other's lease has ended", 30)
+        until(lambda: events(run, 2) == ["join", "leave"], "the other's lease has ended")
         assert time.monotonic() - began > lease - 1
         network.mend("long")
-        until(lambda: events(run, 2)[-1] == "join", "it is back under its old id", 20)
+        until(lambda: events(run, 2)[-1] == "join", "it is back under its old id")
         silent = pushes(2)
         until(lambda: pushes(2) > silent + 10, "and delivers")
 
         network.cut("server")
         cut_at, arrived = time.monotonic(), len(run.arrivals())
-        until(lambda: time.monotonic() > cut_at + 5, "five seconds", 7)
+        until(lambda: time.monotonic() > cut_at + 3, "three seconds")
         assert len(run.arrivals()) <= arrived + 6
         network.mend("server")
-        until(lambda: len(run.arrivals()) > arrived + 50, "everybody is back", 20)
+        until(lambda: len(run.arrivals()) > arrived + 50, "everybody is back")
+        run.interrupt()
         summary = check_finished(run)
         workers.check_ended()
-    assert summary["ended"] == "budget"
+    assert summary["ended"] == "stopped by the user"
     assert summary["num_workers"] == 3
     assert summary["terms"] == 1
 
@@ -124,19 +122,27 @@ def test_a_bad_link_slows_only_its_own_worker(network, tmp_path):
     network.machine("far", delay_seconds=0.05, loss=0.01)
     network.machine("thin")
     network.narrow("thin", "800kbit")
-    overrides = [*SERVER, f"server.host={host}", "cluster.workers=3", "budget.seconds=10"]
+    overrides = [*SERVER, f"server.host={host}", "cluster.workers=3"]
     run = Run(tmp_path / "run", f"run.dir={tmp_path}/run", *overrides, "resume=null", prefix=network.at("server"))
     with run, Workers(network, f"{host}:{PORT}") as workers:
         for number, name in enumerate(("near", "far", "thin")):
             workers.start(name)
             until(lambda number=number: len(run.joined()) == number + 1, f"{name} has joined")
-        summary = check_finished(run)
+        before = run.arrivals()
+
+        def delivered() -> Counter:
+            """The gradients of each worker since all three are there."""
+            return Counter(arrival["worker"] for arrival in run.arrivals()[len(before) :])
+
+        until(lambda: delivered()[1] > 40 and delivered()[2] > 15, "the bad links deliver")
+        run.interrupt()
+        check_finished(run)
         workers.check_ended()
-    assert summary["ended"] == "budget"
-    delivered = Counter(arrival["worker"] for arrival in run.arrivals())
-    assert delivered[0] > 0.6 * summary["seconds"] / 0.02
-    assert 10 < delivered[1] < 0.5 * delivered[0]
-    assert 3 < delivered[2] < 0.3 * delivered[0]
+    near, far, thin = (delivered()[worker] for worker in range(3))
+    seconds = run.arrivals()[-1]["time"] - before[-1]["time"]
+    assert near > 0.4 * seconds / 0.02
+    assert far < 0.5 * near
+    assert thin < 0.3 * near
     assert network.lost_frames() > 0
 
 
@@ -148,7 +154,7 @@ def test_the_scripts_of_two_machines(network, tmp_path, launcher):
     run = tmp_path / "run"
     environment = {**os.environ, **TOKEN, "RINGMASTER_PYTHON": sys.executable, "WORKERS": "2", "LAUNCHER": launcher}
     overrides = ["problem.dim=50", "cluster.profile=similar", "cluster.unit_seconds=0.02", "method=asynchronous",
-                 "budget.updates=700", "budget.seconds=null", "checkpoint.every=10"]  # fmt: skip
+                 "budget.updates=500", "budget.seconds=null", "checkpoint.every=10"]  # fmt: skip
     serving = {**environment, "SERVER_HOST": host, "RUN_DIR": str(run)}
     server = subprocess.Popen(
         [*network.at("server"), str(ROOT / "launch/server.sh"), *overrides],
@@ -168,13 +174,13 @@ def test_the_scripts_of_two_machines(network, tmp_path, launcher):
         else:
             (rank,) = (pid for pid, name in descendants(server.pid).items() if name == "server")
         os.kill(rank, signal.SIGKILL)
-        output, _ = server.communicate(timeout=90)
-        assert (server.returncode, worker.wait(timeout=60)) == (0, 0)
+        output, _ = server.communicate()
+        assert (server.returncode, worker.wait()) == (0, 0)
     finally:
         for process in (server, worker):
             process.kill()
             process.wait()
-    assert "700 updates" in output
+    assert "500 updates" in output
     assert len((run / "terms.jsonl").read_text().splitlines()) == 2
     assert json.loads((run / "summary.json").read_text())["num_workers"] == 2
     assert recompute(run).same
@@ -215,7 +221,7 @@ def test_one_forwarded_port_is_all_that_a_cluster_needs(network, tmp_path):
     host = network.machine("server")
     network.second_network("worker", router="router")
     outside = network.address_of_router
-    overrides = [*SERVER, f"server.host={host}", "cluster.workers=1", "budget.seconds=25", "server.lease_seconds=3"]
+    overrides = [*SERVER, f"server.host={host}", "cluster.workers=1", "server.lease_seconds=3"]
     run = Run(tmp_path / "run", f"run.dir={tmp_path}/run", *overrides, "resume=null", prefix=network.at("server"))
     with run, Workers(network, f"{outside}:{PORT}") as workers:
         forwarder = Forwarder(network, host, tmp_path / "first.log")
@@ -232,6 +238,7 @@ def test_one_forwarded_port_is_all_that_a_cluster_needs(network, tmp_path):
         forwarder = Forwarder(network, host, tmp_path / "second.log")
         version = until(lambda: events(run, 0)[-1] == "join" and run.version(), "it is back")
         until(lambda: run.version() > version + 50, "and delivers")
+        run.interrupt()
         summary = check_finished(run)
         workers.check_ended()
         forwarder.stop()
@@ -252,7 +259,7 @@ def test_other_users_of_the_machine_reach_no_agent(tmp_path):
     """The user ``nobody`` can connect only to the public port, and can read no file of the run."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
-    with Run(tmp_path / "run", "budget.updates=null", "budget.seconds=600") as run:
+    with Run(tmp_path / "run", *LONG) as run:
         until(lambda: run.version() > 5, "the run is on")
         found = sorted(listening(run.children()))
         public = int((tmp_path / "run/address").read_text().rpartition(":")[2])
@@ -272,10 +279,9 @@ def test_other_users_of_the_machine_reach_no_agent(tmp_path):
             ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", code, *words],
             capture_output=True,
             text=True,
-            timeout=60,
         )
         said = [f"{port} {'open' if port == public else 'closed'}" for _, port in found]
         assert done.stdout.splitlines() == [*said, "not read"], done.stdout + done.stderr
         assert len(found) == 5  # the server's agent and three workers'
-        run.process.send_signal(signal.SIGINT)
+        run.interrupt()
         check_finished(run)

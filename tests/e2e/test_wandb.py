@@ -25,7 +25,7 @@ QUICK = ["problem.dim=30", "cluster.workers=3", "cluster.unit_seconds=0.01", "ru
 def ringmaster(*arguments, **environment):
     command = [sys.executable, "-m", "ringmaster_dist", *arguments]
     own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**own, **environment})
+    return subprocess.run(command, capture_output=True, text=True, env={**own, **environment})
 
 
 def written(run):

@@ -4,8 +4,6 @@ import importlib
 import json
 import logging
 import math
-import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -14,10 +12,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from ringmaster_dist.cli.main import COMMANDS as COMMANDS_OF_MAIN
-from ringmaster_dist.cli.parser import Parser
 from ringmaster_dist.config.build import build_fingerprint, build_layout, build_problem, build_radii, build_rows
-from ringmaster_dist.config.compose import compose, load, recipe_of, to_typed
+from ringmaster_dist.config.compose import compose, load, recipe_of
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.problems.nanochat.checkout import Checkout
@@ -264,25 +260,3 @@ def test_the_radii_are_known_without_weights(config):
     for role, (least, most) in build_radii(config).items():
         radii = [p.radius for p in parameters if p.role == role]
         assert (least, most) == (min(radii), max(radii))
-
-
-DOCUMENT = Path(__file__).parents[2] / "docs/nanochat.md"
-BLOCKS = re.findall(r"^```sh\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-COMMANDS = [shlex.split(line) for line in "".join(BLOCKS).splitlines() if line.startswith("ringmaster ")]
-
-
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_the_document_s_commands_are_understood(words, tmp_path, monkeypatch):
-    """Options exist, and the configurations compose. What they do is the subject of other tests."""
-    (tmp_path / "cluster.json").write_text(json.dumps({"devices": [{"seconds_mean": 1.0}, {"seconds_mean": 3.0}]}))
-    monkeypatch.chdir(tmp_path)
-    command = next(one for one in COMMANDS_OF_MAIN if one.name == words[1])
-    module = importlib.import_module(f"ringmaster_dist.cli.{command.module}")
-    parser = Parser(command.name, getattr(module, f"run_{command.name}").__doc__)
-    getattr(module, f"{command.name}_options")(parser)
-    _, overrides = parser.read(words[2:], takes_overrides=command.overrides)
-    if command.name == "train":
-        composed = compose(overrides, "train")
-        assert to_typed(composed, real_time=True).problem.name in ("nanochat", "nanochat_checkout")
-    elif overrides:
-        assert load(overrides if any("problem=" in word for word in overrides) else ["problem=nanochat", *overrides])

@@ -35,7 +35,7 @@ class Notes:
     def arrival(self, time, worker, push, receipt):
         self.arrivals.append((time, worker, push.sequence, receipt.verdict))
 
-    def membership(self, worker, event, pushes, seat):
+    def membership(self, worker, event, pushes, seat, why=""):
         self.members.append((worker, event, pushes))
         self.seats.append((worker, seat))
 
@@ -493,7 +493,7 @@ def test_the_server_knows_the_device_of_each_worker_also_after_a_restart():
     joined = {worker: seat.device for worker, seat in stage.notes.seats}
     assert joined == {0: h100, 1: tesla, 2: h100, 3: Device()}
     state = stage.service.capture()
-    assert all(len(line) == 10 for line in state.members)
+    assert all(len(line) == 11 for line in state.members)
     from_checkpoint, lost = Stage(state=state), Stage(restarted=True)
     old = dataclasses.replace(state, members=[line[:7] for line in state.members])  # of version 0.3
     assert [member.seat.device for member in Stage(state=old).service.workers.values()] == [Device()] * 4

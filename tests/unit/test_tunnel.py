@@ -31,8 +31,8 @@ BROCHURE = b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbb\x01
 def pair_of_streams(server, worker):
     """Returns the two ends of a connection after a handshake, or during one, in two threads."""
     one, other = socket.socketpair()
-    one.settimeout(5)
-    other.settimeout(5)
+    one.settimeout(60)
+    other.settimeout(60)
     ends = TlsStream(one, server, server_side=True), TlsStream(other, worker, server_side=False)
     errors = []
 
@@ -240,7 +240,7 @@ def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
     data = bytes(8 << 20)
     sender = threading.Thread(target=worker.sendall, args=(data,))
     sender.start()
-    agent.settimeout(10)
+    agent.settimeout(60)
     received = bytearray()
     while len(received) < 6 + len(data):
         received += agent.recv(1 << 16)
@@ -248,7 +248,7 @@ def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
     assert bytes(received) == b"first " + data
     answer = threading.Thread(target=agent.sendall, args=(data,))
     answer.start()
-    worker.settimeout(10)
+    worker.settimeout(60)
     time.sleep(0.1)  # so that the buffers are full
     count = 0
     while count < len(data):
@@ -262,7 +262,7 @@ def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
     assert (reasons, relay.num_open) == ([""], 0)
     assert struct.calcsize("<Q") == tensorpipe.LENGTH_BYTES
     relay.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while "relay" in [thread.name for thread in threading.enumerate()]:
         assert time.monotonic() < deadline, "the relay's thread does not end"
         time.sleep(0.01)
