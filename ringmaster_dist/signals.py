@@ -1,9 +1,12 @@
 """How a command obeys Ctrl+C (SIGINT) and SIGTERM. It never imports torch.
 
 A command passes through three states. Until it has begun, a signal ends the process at once. Then a signal raises
-`Stopped` in the main thread, so that files and processes are cleaned up. A cleanup that takes too long is cut
-short. A command that has results to write asks for signals inside `stop_signals`, and ends where it chooses to.
+`Stopped` in the main thread, so that files and processes are cleaned up. A process that has not ended soon after is
+ended. A command that has results to write asks for signals inside `stop_signals`, and ends where it chooses to.
 The exit code is 128 plus the number of the signal: 130 for Ctrl+C, 143 for SIGTERM.
+
+Python runs a handler only between two instructions of the main thread, which may wait in C++ code for a minute. So a
+thread hears of signals too, by the wakeup file descriptor, and ends the process if the main thread does not.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ STOPPED = tuple(128 + number for number in _SIGNALS)  # the exit codes of a comm
 _active: list[StopRequest] = []  # of the `stop_signals` that are entered, the newest last
 _LAST_WORK_SECONDS = 1.0  # that a stopped command spends on a result that it can do without
 _CLEANUP_SECONDS = 1.5  # a stopped command that has not ended after this long is ended
+_raises = False  # whether a signal raises `Stopped`
 
 
 class Stopped(KeyboardInterrupt):
@@ -57,21 +61,29 @@ def end_at_once() -> None:
 
 
 def raise_when_stopped() -> None:
-    """From now on a signal raises `Stopped` in the main thread. A second one ends the process."""
+    """From now on a signal raises `Stopped` in the main thread. A second one ends the process. Call it once."""
+    global _raises
 
     def stop(number: int, frame: FrameType | None) -> None:
         end_at_once()
-        threading.Thread(target=_end_after_a_while, args=(128 + number,), name="stop", daemon=True).start()
         raise Stopped(number)
 
     for number in _SIGNALS:
         signal.signal(number, stop)
+    _raises = True
+    heard, written = os.pipe()  # of the numbers of signals, a byte each
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    threading.Thread(target=_end_after_a_signal, args=(heard,), name="signals", daemon=True).start()
 
 
-def _end_after_a_while(code: int) -> None:
+def _end_after_a_signal(heard: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are for the main thread
+    while (number := os.read(heard, 1)[0]) not in _SIGNALS or not _raises:
+        pass
     threading.Event().wait(_CLEANUP_SECONDS)
     print("ringmaster: stopped", file=sys.stderr, flush=True)
-    os._exit(code)
+    os._exit(128 + number)
 
 
 @contextmanager
@@ -80,6 +92,7 @@ def stop_signals() -> Iterator[StopRequest]:
 
     The signals raise no exception, so work ends at a point of its own choosing. A second Ctrl+C does raise one.
     """
+    global _raises
     asked = StopRequest()
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -90,9 +103,11 @@ def stop_signals() -> Iterator[StopRequest]:
 
     previous = {number: signal.signal(number, ask) for number in _SIGNALS}
     _active.append(asked)
+    raised, _raises = _raises, False
     try:
         yield asked
     finally:
+        _raises = raised
         _active.remove(asked)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -124,11 +139,19 @@ def unless_stopped(compute: Callable[[], T]) -> T | None:
         signal.signal(signal.SIGALRM, previous)
 
 
-@contextmanager
-def ctrl_c_is_ours() -> Iterator[None]:
-    """A program that is started inside, and what it starts, ignores Ctrl+C. This process ends it when it should end."""
+def start_fork_server() -> None:
+    """Starts multiprocessing's fork server, if there is none. It ignores Ctrl+C, as its processes do.
+
+    A program inherits which signals are ignored, so this process ignores SIGINT while it starts the fork server. A
+    blocked signal stays pending even where it is ignored, so a Ctrl+C of that moment is obeyed at the end.
+    """
+    from multiprocessing import forkserver, resource_tracker  # most commands start no process
+
+    resource_tracker.ensure_running()  # the fork server starts it too, and would unblock SIGINT in between
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        yield
+        forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, previous)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

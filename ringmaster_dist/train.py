@@ -20,13 +20,17 @@ def main(argv: list[str]) -> int:
 
     if "RANK" not in os.environ:
         raise_when_stopped()
-        return ringmaster(["train", *argv])
+        code = ringmaster(["train", *argv])
+        end_at_once()
+        return code
     prepare_environment()  # before torch is imported
 
     from ringmaster_dist.runtime.torchrun_rank import take_part
 
     raise_when_stopped()
-    return exit_code_of(lambda: take_part(argv))
+    code = exit_code_of(lambda: take_part(argv))
+    end_at_once()
+    return code
 
 
 if __name__ == "__main__":

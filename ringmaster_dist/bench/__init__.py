@@ -104,6 +104,7 @@ def train(
                 time.sleep(0.02)
         finally:
             process.terminate()  # if this process is stopped
+            process.wait()
         if process.returncode not in (0, *STOPPED):  # ``watch`` may stop it
             errors.seek(0)
             raise UserError(f"the run that was to be measured failed: {errors.read().decode().strip()}")

@@ -71,4 +71,4 @@ def _simulate(overrides: list[str]) -> int:
         line.close()
     logger.close(summary)
     code = show_summary(directory, report=config.run.report and not stopping())
-    return code or stopping.exit_code
+    return stopping.exit_code or code

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from ringmaster_dist.config.compose import compose, expand, to_typed
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.errors import Mistake
+from ringmaster_dist.signals import STOPPED
 
 if TYPE_CHECKING:
     from ringmaster_dist.observe.run_list import RunLine
 
-_STOPPED = 130  # the exit code of a command that was stopped
 _MOST_IN_REPORT = 12  # jobs on the page; more curves cannot be told apart
 
 
@@ -26,7 +26,7 @@ class _Job(NamedTuple):
 
 
 def sweep(overrides: list[str], run: Callable[[list[str]], int], config_name: str) -> int:
-    """Calls ``run`` for each combination of values and returns the first exit code that is not 0.
+    """Calls ``run`` for each combination of values and returns the first exit code that is not 0, if none is stopped.
 
     Each job gets a directory of its own, <run.dir>/0 and so on. A job that fails or diverges does not stop the others.
     A job that the user stops ends the sweep.
@@ -40,11 +40,10 @@ def sweep(overrides: list[str], run: Callable[[list[str]], int], config_name: st
         except (UserError, Mistake) as error:
             print(f"ringmaster: {error}", file=sys.stderr, flush=True)
             codes.append(2)
-        if codes[-1] == _STOPPED or _was_stopped(job.directory):
-            codes[-1] = _STOPPED
+        if codes[-1] in STOPPED:
             break
     _show_outcome(jobs[: len(codes)], len(jobs), draws="run.report=false" not in overrides)
-    return next((code for code in codes if code), 0)
+    return codes[-1] if codes[-1] in STOPPED else next((code for code in codes if code), 0)
 
 
 def _jobs(overrides: list[str], config_name: str) -> list[_Job]:
@@ -66,13 +65,6 @@ def _jobs(overrides: list[str], config_name: str) -> list[_Job]:
         to_typed(compose(full, config_name), real_time=config_name == "train")
         jobs.append(_Job(full, " ".join(chosen), directory))
     return jobs
-
-
-def _was_stopped(directory: Path) -> bool:
-    from ringmaster_dist.observe.run_files import RunFiles
-
-    summary = RunFiles(directory).summary()
-    return summary is not None and summary.ended == "stopped by the user"
 
 
 def _show_outcome(jobs: Sequence[_Job], planned: int, *, draws: bool) -> None:

@@ -148,4 +148,5 @@ def _say_stopped(directory: RunDirectory, code: int) -> int:
     if directory.summary() is None:
         print("ringmaster: stopped before the run began", file=sys.stderr)
         return code
-    return show_summary(directory, report=False) or code
+    show_summary(directory, report=False)
+    return code

@@ -20,3 +20,4 @@ def end_with_parent() -> None:
 
 if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # and not in a test that imports it
     end_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked at the start; a process may handle it

@@ -11,11 +11,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from typing import Any, NoReturn
 
-from ringmaster_dist.signals import ctrl_c_is_ours
+from ringmaster_dist.signals import start_fork_server
 
 TICK_SECONDS = 0.05  # how often a supervisor looks at its processes
 MISTAKE = 2  # the exit code for a user's mistake, which a restart does not repair
@@ -36,8 +35,7 @@ def prepare_fork_server() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # several processes share this machine
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # a file in the current folder is not imported by accident
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    with ctrl_c_is_ours():
-        forkserver.ensure_running()
+    start_fork_server()
 
 
 class SupervisedProcess:

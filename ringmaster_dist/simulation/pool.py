@@ -7,10 +7,9 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
-from ringmaster_dist.signals import ctrl_c_is_ours
+from ringmaster_dist.signals import start_fork_server
 
 
 @contextmanager
@@ -20,8 +19,7 @@ def processes(number: int, context: ForkServerContext | None = None) -> Iterator
     After an error, Ctrl+C or SIGTERM they end at once, in the middle of a job.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    with ctrl_c_is_ours():
-        forkserver.ensure_running()
+    start_fork_server()
     with ProcessPoolExecutor(number, mp_context=context or multiprocessing.get_context("forkserver")) as pool:
         try:
             yield pool

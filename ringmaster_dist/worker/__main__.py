@@ -17,6 +17,7 @@ def main(argv: list[str]) -> int:
     raise_when_stopped()
     follows = "group=true" in argv and os.environ.get("RANK", "0") != "0"
     code = ringmaster(["worker", *argv], is_quiet=follows)
+    end_at_once()
     if follows and code == 2:
         time.sleep(_PAUSE_SECONDS)  # torchrun ends all ranks when one exits, and the first rank says why for all
     return code

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted, Problem, Stop, gradient_of, never
 from ringmaster_dist.problems.ranks import mean_loss, sequence_of
+from ringmaster_dist.signals import end_at_once
 from ringmaster_dist.transport.ranks import FIRST, RankLost, Ranks
 from ringmaster_dist.worker.job import Job
 from ringmaster_dist.worker.loop import Failed
@@ -98,7 +98,7 @@ class Leader:
 
 def follow(ranks: Ranks, make: Callable[[str, int], Job]) -> int:
     """Does what the first rank orders, until it says with which code to exit. Returns 1 if the first rank is lost."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # this rank waits in C++ code, which a handler in Python cannot end
+    end_at_once()  # this rank has nothing to clean up, and waits in C++ code
     job: Job | None = None
     try:
         while True:

@@ -86,6 +86,18 @@ class Worker:
             return True
         if not welcome.session:
             raise Refused(welcome.reason)
+        try:
+            is_over = self._take_part(welcome)
+        except KeyboardInterrupt:
+            self._link.try_once(lambda c: c.leave(welcome.session))  # otherwise the server waits for the lease
+            raise
+        self._link.stop_watching()
+        if is_over:
+            self._talk.is_over()
+        return is_over
+
+    def _take_part(self, welcome: Welcome) -> bool:
+        """Builds the problem and computes, until the membership ends. Returns whether the run is over."""
         slot = self._slot if self._slot >= 0 else welcome.worker_id
         try:
             job = self._make_job(welcome.config, slot)
@@ -99,15 +111,7 @@ class Worker:
         log.info("worker-%d joined and computes on %s", welcome.worker_id, job.device)
         self._talk.joined(welcome.worker_id, job.device)
         self._began = self._began or time.monotonic()
-        try:
-            is_over = _Membership(self._link, job, welcome, self._began, self._talk).compute()
-        except KeyboardInterrupt:
-            self._link.try_once(lambda c: c.leave(welcome.session))  # otherwise the server waits for the lease
-            raise
-        self._link.stop_watching()
-        if is_over:
-            self._talk.is_over()
-        return is_over
+        return _Membership(self._link, job, welcome, self._began, self._talk).compute()
 
 
 class _Membership:
