@@ -14,10 +14,10 @@ from tests.distributed.processes import LONG, QUICK, Run, alive, check_finished,
 
 def test_killed_workers_come_back_alone(tmp_path):
     """There are ten kills at random moments. Most are in the middle of an exchange, because these workers do almost
-    nothing else."""
+    nothing else. The leases are long enough for a worker that gets no core for a while."""
     dice = random.Random(3)
     big = ["problem.dim=100000", "cluster.profile=none", "cluster.workers=5"]
-    with Run(tmp_path / "run", *LONG, "server.lease_seconds=1", *big) as run:
+    with Run(tmp_path / "run", *LONG, "server.lease_seconds=5", *big) as run:
         server = run.server()
         for wave in (1, 2):
             until(lambda wave=wave: len(run.joined()) == 5 * wave, "all have joined, the killed ones anew")
@@ -213,3 +213,21 @@ def test_a_worker_that_cannot_compute_leaves(tmp_path):
         run.process.send_signal(signal.SIGINT)
         summary = check_finished(run)
     assert summary["per_worker"]["4"]["invalid"] == 4 == summary["invalid"]
+
+
+def test_a_worker_that_joins_after_the_end_exits_with_a_message(tmp_path):
+    waits = ["server.farewell_seconds=100", "server.lease_seconds=100"]  # for a worker that has not heard of the end
+    with Run(tmp_path / "run", "budget.updates=20", "cluster.unit_seconds=0.1", *waits) as run:
+        until(lambda: len(run.members()) == 3, "all are there")
+        sleeper = run.workers()[0]
+        os.kill(sleeper, signal.SIGSTOP)
+        try:
+            until(lambda: run.version() == 20, "the budget is used up")
+            late = [f"server={(tmp_path / 'run/address').read_text()}", f"token_file={tmp_path}/run/token"]
+            command = [sys.executable, "-m", "ringmaster_dist.worker", *late]
+            done = subprocess.run(command, capture_output=True, text=True)
+        finally:
+            os.kill(sleeper, signal.SIGCONT)
+        assert (done.returncode, done.stderr) == (0, "")
+        summary = check_finished(run)
+    assert summary["num_workers"] == 3
