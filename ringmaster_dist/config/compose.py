@@ -160,6 +160,8 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
     if not path.is_file():
         raise UserError(f"resume={directory}: there is no run in it (no config.yaml)")
     composed = _load(path)
+    if "simulation" in composed:
+        raise UserError(f"resume={directory}: a simulation cannot be resumed; ringmaster simulate plays it again")
     check_forms(overrides, groups())
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))

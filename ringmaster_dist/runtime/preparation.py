@@ -126,8 +126,8 @@ def _reopened(config: Config, path: Path, token: str, *, asked: bool) -> RunDire
     directory.refuse_if_in_use()
     _refuse_if_used_up(config, directory, asked=asked)
     _try(config)
-    if token:
-        directory.write_secret("token", token)
+    if token or not directory.read("token"):
+        directory.write_secret("token", token or secrets.token_hex(16))
     for name in (SUMMARY, FINAL, SAMPLE):  # they describe the run up to its last stop
         (directory.path / name).unlink(missing_ok=True)
     return directory

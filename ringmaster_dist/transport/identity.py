@@ -56,6 +56,8 @@ def _common_name(role: str) -> str:
 
 
 def _context(protocol: int, token: str, *, own: str, other: str) -> ssl.SSLContext:
+    if not token:
+        raise AuthenticationFailed("the token is empty")
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the certificate is pinned, so its name adds nothing

@@ -267,8 +267,10 @@ def test_a_stopped_run_is_resumed(tmp_path, capsys):
     directory = tmp_path / "run"
     with Run(directory, "method=rennala", "method.batch=3", "budget.updates=40") as run:
         first = check_finished(run)
+    (directory / "token").unlink()  # as in a copy without secrets
     with Run(directory, f"resume={directory}", "budget.updates=70", "cluster.workers=2") as run:
         second = check_finished(run)
+    assert len((directory / "token").read_text()) >= 32
     assert (first["updates"], second["updates"]) == (40, 70)
     assert second["terms"] == 2
     assert second["seconds"] > first["seconds"]

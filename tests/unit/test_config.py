@@ -249,6 +249,12 @@ def test_a_cut_configuration_is_not_completed_with_defaults(tmp_path):
         continued(tmp_path, [])
 
 
+def test_a_simulation_is_not_resumed(tmp_path):
+    (tmp_path / "config.yaml").write_text(annotated(compose([], "config")) + "\n")
+    with pytest.raises(UserError, match="a simulation cannot be resumed"):
+        continued(tmp_path, ["budget.updates=60"])
+
+
 def test_a_resumed_run_takes_what_does_not_change_it(tmp_path):
     (tmp_path / "config.yaml").write_text(annotated(compose(["run.report=true"], "train")) + "\n")
     composed = continued(tmp_path, ["run.report=false", "budget.updates=900", "watch=true", f"resume={tmp_path}"])

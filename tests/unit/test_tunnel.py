@@ -74,6 +74,12 @@ def test_both_ends_prove_the_token():
     assert received == data
 
 
+def test_an_empty_token_is_no_secret():
+    for make in (identity.server_context, identity.worker_context):
+        with pytest.raises(AuthenticationFailed, match="empty"):
+            make("")
+
+
 @pytest.mark.parametrize(
     "peer", ["worker with another token", "server with another token", "peer without a certificate", "worker as server"]
 )
