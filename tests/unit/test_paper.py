@@ -42,7 +42,7 @@ def test_the_best_third_of_each_method_plays_the_next_rung(played, tmp_path):
     def result(job):
         eta, seconds = number(job, "method.eta"), number(job, "budget.seconds")
         early = {5: 1.0, 1: 2.0, 0.2: 3.0, 0.04: 4.0}.get(eta, 5.0)
-        loss = early if seconds < 2000 else {5: 9.0, 1: 1.0}.get(eta, 5.0)
+        loss = early if seconds < 1000 else {5: 9.0, 1: 1.0}.get(eta, 5.0)
         loss += 0.01 * abs(number(job, "method.threshold") - 4) if job.method == "ringmaster" else 0.0
         return runner.Result(job, [(seconds, loss)], 1, 0.0, 0.0, 1.0, [(0.5 * seconds, 7.0), (seconds, loss)])
 
@@ -53,8 +53,8 @@ def test_the_best_third_of_each_method_plays_the_next_rung(played, tmp_path):
     methods = ("ringmaster", "ringmaster_agnostic", "rennala", "delay_adaptive", plan.EVERY_ETA)
     counts = [[sum(job.method == method for job in stage) for method in methods] for stage in stages]
     assert counts == [[20, 5, 5, 4, 20], [7, 2, 2, 2, 7], [3, 2, 2, 2, 3], [3, 3, 3, 3, 3], [0] * 5]
-    assert [{number(job, "budget.seconds") for job in stage} for stage in stages[:4]] == [{125}, {500}, {2000}, {2000}]
-    assert [{number(job, "run.samples") for job in stage} for stage in stages[:4]] == [{3}, {12}, {50}, {50}]
+    assert [{number(job, "budget.seconds") for job in stage} for stage in stages[:4]] == [{125}, {500}, {1000}, {2000}]
+    assert [{number(job, "run.samples") for job in stage} for stage in stages[:4]] == [{3}, {12}, {25}, {50}]
     assert [{job.seed for job in stage} for stage in stages[:4]] == [{0}, {0}, {0}, {1, 2, 3}]
     assert {number(job, "method.eta") for job in stages[1] if job.method == "ringmaster"} == {5, 1}
     chosen = {method: " ".join(job.overrides) for (_, method), job in outcome.winners.items()}
