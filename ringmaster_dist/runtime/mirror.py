@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.files import open_private, sha256_of
@@ -41,11 +41,20 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-class Source(NamedTuple):
-    """A local checkpoint, and the sizes that the files of its run had then."""
+class Source:
+    """A local checkpoint, and the sizes that the files of its run had then.
 
-    checkpoint: Path
-    sizes: Mapping[str, int]
+    The file is kept open. So it can be read until `close`, even if the run has removed it meanwhile.
+    """
+
+    def __init__(self, checkpoint: Path, sizes: Mapping[str, int]) -> None:
+        """Raises OSError."""
+        self.checkpoint, self.sizes = checkpoint, sizes
+        self._file = checkpoint.open("rb")
+        self.content = Path(f"/proc/self/fd/{self._file.fileno()}")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class RemoteRun:
@@ -77,10 +86,10 @@ class RemoteRun:
             self._system.makedirs(self._path(kind), exist_ok=True)
         if self._uploaded is None:
             self._uploaded = set(self._listed(_PARTS))
-        self._system.put_file(str(source.checkpoint), self._path(_CHECKPOINTS, name))
+        self._system.put_file(str(source.content), self._path(_CHECKPOINTS, name))
         whole = {file: (folder / file).stat().st_size for file in _WHOLE_FILES if (folder / file).exists()}
         files = {file: self._upload_parts(folder / file, size) for file, size in {**source.sizes, **whole}.items()}
-        manifest = {"checkpoint": name, "sha256": sha256_of(source.checkpoint), "files": files}
+        manifest = {"checkpoint": name, "sha256": sha256_of(source.content), "files": files}
         self._system.pipe_file(self._path(f".{name}"), json.dumps(manifest).encode())
         self._system.mv(self._path(f".{name}"), self._path(f"{name}.json"))
         self._remove_old(keep)
@@ -192,15 +201,26 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def submit(self, checkpoint: Path, sizes: Mapping[str, int]) -> None:
-        """Returns at once."""
-        self._submit(Source(checkpoint, sizes))
+        """Returns at once. The checkpoint may be removed afterwards."""
+        try:
+            source = Source(checkpoint, sizes)
+        except OSError as error:
+            self._warn(checkpoint, error)
+            return
+        with self._lock:
+            if self._next is not None:
+                self._next.close()
+            self._next = source
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+                self._thread.start()
 
     def finish(self, seconds: float) -> None:
         """Waits this long for the last checkpoint. If its upload has failed, it is tried once more."""
         deadline = time.monotonic() + seconds
         self._wait(deadline)
         if self._thread is None and self._failed is not None:
-            self._submit(self._failed)
+            self.submit(self._failed.checkpoint, self._failed.sizes)
             self._wait(deadline)
         if self._thread is not None:
             log.warning("server: the last checkpoint is not yet at %s after %g s", self._remote.url, seconds)
@@ -210,13 +230,6 @@ class Mirror:
         if thread is not None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _submit(self, source: Source) -> None:
-        with self._lock:
-            self._next = source
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-                self._thread.start()
-
     def _work(self) -> None:
         while True:
             with self._lock:
@@ -225,18 +238,22 @@ class Mirror:
                     self._thread = None
                     return
             self._failed = None if self._upload(source) else source
+            source.close()
 
     def _upload(self, source: Source) -> bool:
         try:
             self._remote.upload(self._folder, source, self._keep)
         except Exception as error:  # each kind of remote storage has exceptions of its own
-            log.warning(
-                "server: checkpoint %s WAS NOT COPIED to %s: %s; the next one is tried, and training continues",
-                source.checkpoint.name, self._remote.url, error or type(error).__name__,
-            )  # fmt: skip
+            self._warn(source.checkpoint, error)
             self._remote = RemoteRun(self._remote.url)  # it forgets what it knew of the other side
             return False
         return True
+
+    def _warn(self, checkpoint: Path, error: Exception) -> None:
+        log.warning(
+            "server: checkpoint %s WAS NOT COPIED to %s: %s; the next one is tried, and training continues",
+            checkpoint.name, self._remote.url, error,
+        )  # fmt: skip
 
 
 def fetch(url: str, path: Path, token: str) -> RunDirectory:

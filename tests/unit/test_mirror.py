@@ -1,6 +1,7 @@
 """Copies of checkpoints at a URL: in memory, in a folder, on a server that fails, and back again."""
 
 import json
+import os
 import random
 import threading
 
@@ -43,9 +44,15 @@ class LocalRun:
     def checkpoint(self, version):
         with (self.folder / "trace.jsonl").open("ab") as trace:
             trace.write(random.Random(version).randbytes(250))
-        source = Source(save(self.checkpoints, version), {"trace.jsonl": (self.folder / "trace.jsonl").stat().st_size})
+        written = save(self.checkpoints, version), {"trace.jsonl": (self.folder / "trace.jsonl").stat().st_size}
         with (self.folder / "trace.jsonl").open("ab") as trace:
             trace.write(b"later")
+        return written
+
+    def upload(self, remote, version):
+        source = Source(*self.checkpoint(version))
+        remote.upload(self.folder, source, self.keep)
+        source.close()
         return source
 
 
@@ -66,8 +73,7 @@ def test_the_newest_are_kept_with_their_files_and_come_back(url, tmp_path, monke
     )
     for version in (5, 10, 15, 20):
         sent.clear()
-        source = run.checkpoint(version)
-        remote.upload(run.folder, source, run.keep)
+        source = run.upload(remote, version)
     assert len(sent) <= 5  # of eleven parts; one of these is the manifest
     there = content(url)
     assert [moment(name) for name in remote.names()] == [15, 20]
@@ -101,7 +107,7 @@ def moment(name):
 def test_a_damaged_copy_is_passed_over(damage, url, tmp_path, caplog):
     run, remote = LocalRun(tmp_path / "run"), RemoteRun(url)
     for version in (5, 10):
-        remote.upload(run.folder, run.checkpoint(version), run.keep)
+        run.upload(remote, version)
     newest = remote.names()[-1]
     manifest = remote._manifest(newest)
     part = f"parts/{manifest['files']['trace.jsonl'][-1]}"
@@ -146,7 +152,7 @@ def test_a_copy_that_fails_is_a_warning_and_the_next_one_is_whole(tmp_path, monk
 
 def test_an_interrupted_download_is_repeated(tmp_path, monkeypatch):
     run, url = LocalRun(tmp_path / "run"), f"file://{tmp_path}/remote"
-    RemoteRun(url).upload(run.folder, run.checkpoint(5), 1)
+    run.upload(RemoteRun(url), 5)
     with monkeypatch.context() as patched:
         patched.setattr(module.RunDirectory, "write_secret", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -161,7 +167,7 @@ def test_resume_finds_the_run_at_a_url(tmp_path):
     run = LocalRun(tmp_path / "run")
     (run.folder / "config.yaml").write_text(annotated(compose(line, "train")) + "\n")
     assert _composed([*line, "resume=auto"], "")[1] == ""  # the run has not begun
-    RemoteRun(url).upload(run.folder, run.checkpoint(5), 1)
+    run.upload(RemoteRun(url), 5)
     for _ in range(2):  # copied, and found here
         assert _composed([*line, "resume=auto"], "t" * 16)[1] == f"{tmp_path}/a"
     composed, resumed = _composed([f"resume={url}", f"run.dir={tmp_path}/b", "budget.updates=7000"], "")
@@ -176,6 +182,41 @@ def test_resume_finds_the_run_at_a_url(tmp_path):
             _composed(overrides, "")
     with pytest.raises(UserError, match=f"already holds a run: resume it with resume={url}, or choose another"):
         _refuse_used_mirror(to_typed(compose([*line], "train"), real_time=True))
+
+
+def open_files(folder):
+    found = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return sorted(name.removesuffix(" (deleted)") for name in found if name.startswith(str(folder)))
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_copied(url, tmp_path, monkeypatch, caplog):
+    """The mirror is slower than the run, which keeps one checkpoint. What waits no longer takes no space on disk."""
+    run, started, may_go_on = LocalRun(tmp_path / "run", keep=1), threading.Event(), threading.Event()
+    mirror, system = Mirror(url, run.folder, 1), type(fsspec.core.url_to_fs(url)[0])
+    put = system.put_file
+
+    def slow_put(*given, **more):
+        started.set()
+        may_go_on.wait(SECONDS)
+        put(*given, **more)
+
+    monkeypatch.setattr(system, "put_file", slow_put)
+    first = run.checkpoint(5)
+    mirror.submit(*first)
+    assert started.wait(SECONDS)
+    for version in (10, 15):
+        last = run.checkpoint(version)
+        mirror.submit(*last)
+    held = open_files(run.folder)
+    assert not first[0].exists()
+    may_go_on.set()
+    mirror.finish(SECONDS)
+    assert "WAS NOT COPIED" not in caplog.text
+    assert [name for name in content(url) if name.startswith("checkpoints/")] == [f"checkpoints/{last[0].name}"]
+    assert held == sorted(str(path) for path, _ in (first, last))  # 10 was replaced
+    assert open_files(run.folder) == []
+    assert list((run.folder / "checkpoints").iterdir()) == [last[0]]
+    assert Checkpoints(fetch(url, tmp_path / "fetched", "t" * 16).path / "checkpoints").newest()[1].core.version == 15
 
 
 @pytest.mark.parametrize(("url", "words"), [("nothing://a", "nothing"), ("sftp://host/a", "ringmaster-dist[remote]")])
