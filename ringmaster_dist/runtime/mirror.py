@@ -19,10 +19,13 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.overrides import first_line
+from ringmaster_dist.errors import Mistake
 from ringmaster_dist.files import open_private, sha256_of
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.observe.run_files import CONFIG, TERMS
@@ -39,6 +42,20 @@ _COPYING = ".copying"
 
 def is_url(text: str) -> bool:
     return "://" in text
+
+
+@contextmanager
+def one_line(key: str, url: str) -> Iterator[None]:
+    """Turns an error of the storage at a URL into a UserError. Each kind of storage has exceptions of its own."""
+    try:
+        yield
+    except (UserError, Mistake):
+        raise
+    except ImportError as error:
+        install = "pip install 'ringmaster-dist[remote]'"
+        raise UserError(f"{key}={url} needs a package: {install} ({first_line(error)})") from error
+    except Exception as error:
+        raise UserError(f"{key}={url} cannot be used: {first_line(error)}") from error
 
 
 class Source:
@@ -61,16 +78,11 @@ class RemoteRun:
     """The folder of one run at a URL. One process writes it, in one thread at a time."""
 
     def __init__(self, url: str) -> None:
-        """Raises UserError if the URL cannot be used here."""
-        self.url = url
-        try:
-            from fsspec.core import url_to_fs
+        """Raises ImportError if a package is missing. Storage that connects here may raise other errors."""
+        from fsspec.core import url_to_fs
 
-            self._system, self._root = url_to_fs(url)
-        except ImportError as error:
-            raise UserError(f"{url} needs a package: pip install 'ringmaster-dist[remote]' ({error})") from error
-        except ValueError as error:
-            raise UserError(f"{url} cannot be used: {error}") from error
+        self.url = url
+        self._system, self._root = url_to_fs(url)
         self._uploaded: set[str] | None = None  # the names of the parts that are there, if they are known
         self._known: dict[str, tuple[int, list[str]]] = {}  # the size of each local file, and the names of its parts
 
@@ -97,9 +109,9 @@ class RemoteRun:
     def download(self, folder: Path) -> str:
         """Puts the newest good checkpoint and its files into an empty folder. Returns the checkpoint's name.
 
-        Raises UserError if there is none.
+        Raises ValueError if there is none.
         """
-        problem = "there is no checkpoint"
+        problem = ""
         for name in reversed(self.names()):
             try:
                 manifest = self._manifest(name)
@@ -114,11 +126,11 @@ class RemoteRun:
                     raise ValueError("its content is not what its manifest says")
                 return name
             except (ValueError, KeyError, FileNotFoundError) as error:
-                problem = f"of the newest, {name}: {error}"
+                problem = problem or f"no checkpoint is good; of the newest, {name}: {error}"
                 log.warning("checkpoint %s at %s is passed over: %s", name, self.url, error)
                 shutil.rmtree(folder)
                 folder.mkdir(mode=0o700)
-        raise UserError(f"no checkpoint at {self.url} can be used; {problem}")
+        raise ValueError(problem or "there is no checkpoint")
 
     def _upload_parts(self, path: Path, size: int) -> list[str]:
         """Uploads the first ``size`` bytes of a file. Returns the names of its parts.
@@ -194,7 +206,8 @@ class Mirror:
     """
 
     def __init__(self, url: str, folder: Path, keep: int) -> None:
-        self._remote, self._folder, self._keep = RemoteRun(url), folder, keep
+        self._url, self._folder, self._keep = url, folder, keep
+        self._remote: RemoteRun | None = None
         self._lock = threading.Lock()  # for the three below
         self._next: Source | None = None
         self._failed: Source | None = None
@@ -223,7 +236,7 @@ class Mirror:
             self.submit(self._failed.checkpoint, self._failed.sizes)
             self._wait(deadline)
         if self._thread is not None:
-            log.warning("server: the last checkpoint is not yet at %s after %g s", self._remote.url, seconds)
+            log.warning("server: the last checkpoint is not yet at %s after %g s", self._url, seconds)
 
     def _wait(self, deadline: float) -> None:
         thread = self._thread
@@ -242,31 +255,38 @@ class Mirror:
 
     def _upload(self, source: Source) -> bool:
         try:
+            self._remote = self._remote or RemoteRun(self._url)
             self._remote.upload(self._folder, source, self._keep)
         except Exception as error:  # each kind of remote storage has exceptions of its own
             self._warn(source.checkpoint, error)
-            self._remote = RemoteRun(self._remote.url)  # it forgets what it knew of the other side
+            self._remote = None  # what it knew of the other side may be wrong now
             return False
         return True
 
     def _warn(self, checkpoint: Path, error: Exception) -> None:
         log.warning(
             "server: checkpoint %s WAS NOT COPIED to %s: %s; the next one is tried, and training continues",
-            checkpoint.name, self._remote.url, error,
+            checkpoint.name, self._url, first_line(error),
         )  # fmt: skip
 
 
-def fetch(url: str, path: Path, token: str) -> RunDirectory:
+def fetch(url: str, path: Path, token: str, key: str = "resume") -> RunDirectory:
     """Makes the directory of a run from the newest good checkpoint at a URL. It gets this token.
 
-    An interrupted call is repeated from its beginning. Raises UserError if there is no good checkpoint, and
-    RunDirectoryError if the directory holds a run already.
+    An interrupted call is repeated from its beginning. Raises UserError, which names the ``key`` that has the URL, if
+    the URL cannot be read or has no good checkpoint. Raises RunDirectoryError if the directory holds a run already.
     """
-    scratch = path / _COPYING
-    directory = RunDirectory(str(path), name="", overwrite=scratch.exists())
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(mode=0o700)
-    name = RemoteRun(url).download(scratch)
+    with one_line(key, url):
+        remote = RemoteRun(url)
+        scratch = path / _COPYING
+        directory = RunDirectory(str(path), name="", overwrite=scratch.exists())
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(mode=0o700)
+        try:
+            name = remote.download(scratch)
+        except BaseException:
+            shutil.rmtree(scratch)
+            raise
     for item in sorted(scratch.iterdir(), key=lambda item: item.name == CONFIG):  # config.yaml makes it a run
         item.replace(path / item.name)
     directory.write_secret("token", token)

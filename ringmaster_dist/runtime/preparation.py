@@ -23,7 +23,7 @@ from ringmaster_dist.observe.console import ProgressLine
 from ringmaster_dist.observe.records import Summary
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.observe.run_files import FINAL, SAMPLE, SUMMARY
-from ringmaster_dist.runtime.mirror import RemoteRun, fetch, is_url
+from ringmaster_dist.runtime.mirror import RemoteRun, fetch, is_url, one_line
 from ringmaster_dist.runtime.placement import local_devices, local_workers, refuse_missing_devices
 from ringmaster_dist.runtime.rehearsal import rehearse
 from ringmaster_dist.runtime.saved_weights import Tensors, chosen_weights, write_initial
@@ -99,24 +99,23 @@ def _given(key: str, overrides: list[str]) -> str:
 
 def _fetched(composed: DictConfig, token: str) -> str:
     """Copies the run at checkpoint.mirror to run.dir, if there is one. Returns the directory, or an empty string."""
-    url = composed.checkpoint.mirror
-    if not url or not _remote_checkpoints(url):
+    url, key = composed.checkpoint.mirror, "checkpoint.mirror"
+    if not url:
         return ""
-    fetch(url, Path(composed.run.dir), token or secrets.token_hex(16))
+    with one_line(key, url):
+        if not RemoteRun(url).names():
+            return ""
+    fetch(url, Path(composed.run.dir), token or secrets.token_hex(16), key)
     return str(composed.run.dir)
-
-
-def _remote_checkpoints(url: str) -> list[str]:
-    remote = RemoteRun(url)
-    try:
-        return remote.names()
-    except Exception as error:  # each kind of remote storage has exceptions of its own
-        raise UserError(f"checkpoint.mirror={url} cannot be listed: {error or type(error).__name__}") from error
 
 
 def _refuse_used_mirror(config: Config) -> None:
     url = config.checkpoint.mirror
-    if url and _remote_checkpoints(url):
+    if not url:
+        return
+    with one_line("checkpoint.mirror", url):
+        is_used = bool(RemoteRun(url).names())
+    if is_used:
         raise UserError(f"checkpoint.mirror={url} already holds a run: resume it with resume={url}, or choose another")
 
 

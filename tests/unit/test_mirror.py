@@ -15,7 +15,7 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.observe.run_files import RunDirectoryError
 from ringmaster_dist.runtime import mirror as module
 from ringmaster_dist.runtime.mirror import Mirror, RemoteRun, Source, fetch
-from ringmaster_dist.runtime.preparation import _composed, _refuse_used_mirror
+from ringmaster_dist.runtime.preparation import _composed, _refuse_used_mirror, prepare
 from ringmaster_dist.server.checkpoints import Checkpoints
 from tests.unit.test_checkpoints import save
 
@@ -219,11 +219,54 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_copied(url, tmp_path, mo
     assert Checkpoints(fetch(url, tmp_path / "fetched", "t" * 16).path / "checkpoints").newest()[1].core.version == 15
 
 
-@pytest.mark.parametrize(("url", "words"), [("nothing://a", "nothing"), ("sftp://host/a", "ringmaster-dist[remote]")])
-def test_a_url_that_cannot_be_used_is_one_line(url, words, tmp_path):
-    with pytest.raises(UserError) as raised:
-        RemoteRun(url)
-    assert words in str(raised.value)
+def one_line(raised):
     assert "\n" not in str(raised.value)
-    with pytest.raises(UserError, match="there is no checkpoint"):
-        fetch(f"file://{tmp_path}/nothing", tmp_path / "run", "t" * 16)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nothing://a", "cannot be used: Protocol not known: nothing"),
+        ("sftp://host/a", "needs a package: pip install 'ringmaster-dist[remote]'"),
+        ("ftp://127.0.0.1:1/run", "cannot be used: [Errno 111] Connection refused"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_one_line(url, words, tmp_path):
+    """It is said before the server starts, and nothing is left behind."""
+    new = tmp_path / "new"
+    for key, overrides in (
+        ("resume", [f"resume={url}", f"run.dir={new}"]),
+        ("checkpoint.mirror", [f"checkpoint.mirror={url}", f"run.dir={new}", "resume=auto"]),
+        ("checkpoint.mirror", [f"checkpoint.mirror={url}", f"run.dir={new}"]),
+    ):
+        with pytest.raises(UserError) as raised:
+            prepare(overrides)
+        assert one_line(raised).startswith(f"{key}={url} {words}")
+        assert not new.exists()
+
+
+def test_a_download_that_fails_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=f"resume=file://{tmp_path}/nothing cannot be used: there is no checkpoint"):
+        fetch(f"file://{tmp_path}/nothing", tmp_path / "fetched", "t" * 16)
+    url = f"memory://{random.randrange(10**12)}"
+    LocalRun(tmp_path / "run").upload(RemoteRun(url), 5)
+
+    def cut(*given, **more):
+        raise ConnectionError("the line is cut\nsomewhere")
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", cut)
+    with pytest.raises(UserError) as raised:
+        fetch(url, tmp_path / "fetched", "t" * 16)
+    assert one_line(raised) == f"resume={url} cannot be used: the line is cut"
+    assert list((tmp_path / "fetched").iterdir()) == []
+
+
+def test_a_storage_that_cannot_be_reached_is_a_warning_for_each_checkpoint(tmp_path, caplog):
+    """Some kinds of storage connect when they are opened. The server starts and continues without them."""
+    run = LocalRun(tmp_path / "run")
+    mirror = Mirror("ftp://127.0.0.1:1/run", run.folder, 2)
+    for version in (5, 10):
+        mirror.submit(*run.checkpoint(version))
+        mirror.finish(SECONDS)  # tries it once more
+    assert caplog.text.count("WAS NOT COPIED to ftp://127.0.0.1:1/run: [Errno 111] Connection refused") == 4
