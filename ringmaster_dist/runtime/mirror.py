@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shutil
 import threading
 import time
@@ -28,7 +29,7 @@ from ringmaster_dist.config.overrides import first_line
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.files import open_private, sha256_of
 from ringmaster_dist.observe.run_directory import RunDirectory
-from ringmaster_dist.observe.run_files import CONFIG, TERMS
+from ringmaster_dist.observe.run_files import CONFIG, FILES, TERMS
 from ringmaster_dist.server.checkpoints import moment
 from ringmaster_dist.server.weights import INITIAL
 
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 _PART_BYTES = 4 << 20
 _WHOLE_FILES = (CONFIG, TERMS, INITIAL, "wandb.id")  # the files whose size a checkpoint does not hold
 _CHECKPOINTS, _PARTS = "checkpoints", "parts"
+_PART_NAME = re.compile(r"[0-9a-f]{64}")
 _COPYING = ".copying"
 
 
@@ -125,7 +127,7 @@ class RemoteRun:
                 if sha256_of(checkpoint) != manifest["sha256"]:
                     raise ValueError("its content is not what its manifest says")
                 return name
-            except (ValueError, KeyError, FileNotFoundError) as error:
+            except (ValueError, FileNotFoundError) as error:
                 problem = problem or f"no checkpoint is good; of the newest, {name}: {error}"
                 log.warning("checkpoint %s at %s is passed over: %s", name, self.url, error)
                 shutil.rmtree(folder)
@@ -171,7 +173,21 @@ class RemoteRun:
         self._uploaded = needed
 
     def _manifest(self, name: str) -> dict[str, Any]:
-        manifest: dict[str, Any] = json.loads(self._system.cat_file(self._path(f"{name}.json")))
+        """Raises ValueError if the manifest is damaged, or if it names a file that a run does not have.
+
+        The names become local paths, and whoever can write at the URL chooses them.
+        """
+        text = self._system.cat_file(self._path(f"{name}.json"))
+        try:
+            manifest: dict[str, Any] = json.loads(text)
+            files, _ = manifest["files"], manifest["sha256"]
+            is_whole = CONFIG in files and all(_PART_NAME.fullmatch(part) for parts in files.values() for part in parts)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            is_whole = False
+        if not is_whole:
+            raise ValueError("its manifest is damaged")
+        if unknown := files.keys() - {*FILES, *_WHOLE_FILES}:
+            raise ValueError(f"its manifest names {min(unknown)!r}, which is not a file of a run")
         return manifest
 
     def _listed(self, kind: str) -> list[str]:

@@ -224,6 +224,53 @@ def one_line(raised):
     return str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["../outside", "/absolute", "a/b", "token", "checkpoints"])
+def test_a_manifest_names_only_the_files_of_a_run(name, url, tmp_path):
+    """Whoever can write at the URL cannot write outside the run directory."""
+    run, remote = LocalRun(tmp_path / "run"), RemoteRun(url)
+    run.upload(remote, 5)
+    (newest,) = remote.names()
+    manifest = remote._manifest(newest)
+    name = f"{tmp_path}{name}" if name == "/absolute" else name
+    manifest["files"][name] = manifest["files"]["trace.jsonl"]
+    remote._system.pipe_file(remote._path(f"{newest}.json"), json.dumps(manifest).encode())
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError) as raised:
+        fetch(url, tmp_path / "fetched", "t" * 16)
+    assert f"{name!r}, which is not a file of a run" in one_line(raised)
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "fetched"])
+    assert list((tmp_path / "fetched").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: b"\xff{",
+        lambda manifest: b"[" * 100_000,
+        lambda manifest: [manifest],
+        lambda manifest: {**manifest, "files": list(manifest["files"])},
+        lambda manifest: {**manifest, "files": {**manifest["files"], "trace.jsonl": None}},
+        lambda manifest: {**manifest, "files": {**manifest["files"], "trace.jsonl": [7]}},
+        lambda manifest: {**manifest, "files": {**manifest["files"], "trace.jsonl": ["../" + "0" * 64]}},
+        lambda manifest: {**manifest, "files": {}},
+        lambda manifest: {"files": manifest["files"]},
+        lambda manifest: {"sha256": manifest["sha256"]},
+    ],
+)
+def test_a_damaged_manifest_is_one_line(change, tmp_path):
+    url = f"file://{tmp_path}/remote"
+    run, remote = LocalRun(tmp_path / "run"), RemoteRun(url)
+    run.upload(remote, 5)
+    (newest,) = remote.names()
+    changed = change(remote._manifest(newest))
+    text = changed if isinstance(changed, bytes) else json.dumps(changed).encode()
+    (tmp_path / "remote" / f"{newest}.json").write_bytes(text)
+    with pytest.raises(UserError) as raised:
+        fetch(url, tmp_path / "fetched", "t" * 16)
+    assert one_line(raised).endswith(f"of the newest, {newest}: its manifest is damaged")
+    assert list((tmp_path / "fetched").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
