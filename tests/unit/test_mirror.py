@@ -170,8 +170,8 @@ def test_resume_finds_the_run_at_a_url(tmp_path):
     run.upload(RemoteRun(url), 5)
     for _ in range(2):  # copied, and found here
         assert _composed([*line, "resume=auto"], "t" * 16)[1] == f"{tmp_path}/a"
-    composed, resumed = _composed([f"resume={url}", f"run.dir={tmp_path}/b", "budget.updates=7000"], "")
-    assert (resumed, composed.budget.updates) == (f"{tmp_path}/b", 7000)
+    composed, resumed, fetched = _composed([f"resume={url}", f"run.dir={tmp_path}/b", "budget.updates=7000"], "")
+    assert (resumed, fetched, composed.budget.updates) == (f"{tmp_path}/b", url, 7000)
     assert len((tmp_path / "b/token").read_text()) == 32
     for overrides, words in (
         ([f"resume={url}"], "needs run.dir, the directory that the run is copied to"),
@@ -271,6 +271,29 @@ def test_a_damaged_manifest_is_one_line(change, tmp_path):
     assert list((tmp_path / "fetched").iterdir()) == []
 
 
+def test_a_resumed_run_refuses_the_url_of_another_run(tmp_path):
+    """It would remove the checkpoints there. Its own URL, an unused one and the one it came from are accepted."""
+    own, other, moved = (f"file://{tmp_path}/{name}" for name in ("own", "other", "moved"))
+    line = ["cluster.workers=1", "cluster.local_workers=1", f"run.dir={tmp_path}/a"]
+    directory = prepare([*line, f"checkpoint.mirror={own}"])[2]
+    local = LocalRun(tmp_path / "local")
+    (local.folder / "config.yaml").write_text(directory.read("config.yaml") + "\n")
+    for url in (own, other, moved):
+        local.upload(RemoteRun(url), 5)
+    a, auto = f"resume={tmp_path}/a", [*line, "resume=auto"]
+    for overrides in ([a], auto, [f"resume={moved}", f"run.dir={tmp_path}/b"]):
+        with pytest.raises(UserError, match=f"checkpoint.mirror={other} already holds a run"):
+            prepare([*overrides, f"checkpoint.mirror={other}"])
+    for overrides, mirror in (
+        ([a], own),
+        ([*auto, f"checkpoint.mirror={own}"], own),
+        ([f"resume={tmp_path}/b"], own),
+        ([f"resume={moved}", f"run.dir={tmp_path}/c", f"checkpoint.mirror={moved}"], moved),
+        ([a, f"checkpoint.mirror=file://{tmp_path}/unused"], f"file://{tmp_path}/unused"),
+    ):
+        assert prepare(overrides)[0].checkpoint.mirror == mirror
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -280,12 +303,15 @@ def test_a_damaged_manifest_is_one_line(change, tmp_path):
     ],
 )
 def test_a_url_that_cannot_be_used_is_one_line(url, words, tmp_path):
-    """It is said before the server starts, and nothing is left behind."""
-    new = tmp_path / "new"
+    """It is said before the server starts, also if a run is resumed, and nothing is left behind."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    directory = prepare(["cluster.workers=1", "cluster.local_workers=1", f"run.dir={old}"])[2]
+    directory.write_config(directory.read("config.yaml").replace("mirror: null", f"mirror: {url}") + "\n")
     for key, overrides in (
         ("resume", [f"resume={url}", f"run.dir={new}"]),
         ("checkpoint.mirror", [f"checkpoint.mirror={url}", f"run.dir={new}", "resume=auto"]),
         ("checkpoint.mirror", [f"checkpoint.mirror={url}", f"run.dir={new}"]),
+        ("checkpoint.mirror", [f"resume={old}"]),
     ):
         with pytest.raises(UserError) as raised:
             prepare(overrides)
