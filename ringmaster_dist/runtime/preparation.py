@@ -23,7 +23,7 @@ from ringmaster_dist.observe.console import ProgressLine
 from ringmaster_dist.observe.records import Summary
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.observe.run_files import FINAL, SAMPLE, SUMMARY
-from ringmaster_dist.runtime.mirror import RemoteRun, fetch, is_url
+from ringmaster_dist.runtime.mirror import RemoteRun, fetch, is_url, one_line
 from ringmaster_dist.runtime.placement import local_devices, local_workers, refuse_missing_devices
 from ringmaster_dist.runtime.rehearsal import rehearse
 from ringmaster_dist.runtime.saved_weights import Tensors, chosen_weights, write_initial
@@ -47,7 +47,7 @@ def prepare(overrides: list[str], program: str = "ringmaster train") -> tuple[Co
     Raises UserError at a mistake, and `RunIsOver` if resume=auto finds a run that has used up its budget.
     """
     token = servers_token()
-    composed, resumed = _composed(overrides, token)
+    composed, resumed, fetched = _composed(overrides, token)
     config = to_typed(composed, real_time=True)
     _refuse_what_only_a_simulation_can(config)
     refuse_too_many_processes(config)
@@ -57,7 +57,7 @@ def prepare(overrides: list[str], program: str = "ringmaster train") -> tuple[Co
     warn_about_times(config)
     warn_about_many_processes(config)
     if resumed:
-        directory = _reopened(config, Path(resumed), token, asked="resume=auto" not in overrides)
+        directory = _reopened(config, Path(resumed), token, fetched, asked="resume=auto" not in overrides)
     else:
         directory = _made(config, token)
     composed.run.dir = str(directory.path)
@@ -69,8 +69,11 @@ def prepare(overrides: list[str], program: str = "ringmaster train") -> tuple[Co
     return config, text, directory
 
 
-def _composed(overrides: list[str], token: str) -> tuple[DictConfig, str]:
-    """The configuration, and the directory of the run to resume, which is empty for a new run."""
+def _composed(overrides: list[str], token: str) -> tuple[DictConfig, str, str]:
+    """The configuration, the directory of the run to resume, and the URL that this call has copied the run from.
+
+    The directory is empty for a new run. The URL is empty if nothing was copied.
+    """
     resumed = _given("resume", overrides)
     if is_url(resumed):
         target = _given("run.dir", overrides)
@@ -79,18 +82,20 @@ def _composed(overrides: list[str], token: str) -> tuple[DictConfig, str]:
         if _begun(target):
             raise UserError(f"run.dir={target} already holds a run: resume it with resume={target}")
         fetch(resumed, Path(target), token or secrets.token_hex(16))
-        return continued(Path(target), [word for word in overrides if not word.startswith("run.dir=")]), target
+        return continued(Path(target), [word for word in overrides if not word.startswith("run.dir=")]), target, resumed
     if resumed in ("", "null"):
-        return compose(overrides, "train"), ""
+        return compose(overrides, "train"), "", ""
     if resumed != "auto":
-        return continued(Path(resumed), overrides), resumed
+        return continued(Path(resumed), overrides), resumed, ""
     composed = compose(overrides, "train")
-    resumed = _begun(composed.run.dir) or _fetched(composed, token)
+    resumed, fetched = _begun(composed.run.dir), ""
+    if not resumed and (fetched := _fetched(composed, token)):
+        resumed = composed.run.dir
     composed.resume = None
     if resumed:
         same_run(Path(resumed), composed)
         composed.init = begun_from(Path(resumed))  # a resumed run keeps the init= that it began with
-    return composed, resumed
+    return composed, resumed, fetched
 
 
 def _given(key: str, overrides: list[str]) -> str:
@@ -98,33 +103,39 @@ def _given(key: str, overrides: list[str]) -> str:
 
 
 def _fetched(composed: DictConfig, token: str) -> str:
-    """Copies the run at checkpoint.mirror to run.dir, if there is one. Returns the directory, or an empty string."""
-    url = composed.checkpoint.mirror
-    if not url or not _remote_checkpoints(url):
+    """Copies the run at checkpoint.mirror to run.dir, if there is one. Returns the URL, or an empty string."""
+    url, key = composed.checkpoint.mirror, "checkpoint.mirror"
+    if not url:
         return ""
-    fetch(url, Path(composed.run.dir), token or secrets.token_hex(16))
-    return str(composed.run.dir)
+    with one_line(key, url):
+        if not RemoteRun(url).names():
+            return ""
+    fetch(url, Path(composed.run.dir), token or secrets.token_hex(16), key)
+    return str(url)
 
 
-def _remote_checkpoints(url: str) -> list[str]:
-    remote = RemoteRun(url)
-    try:
-        return remote.names()
-    except Exception as error:  # each kind of remote storage has exceptions of its own
-        raise UserError(f"checkpoint.mirror={url} cannot be listed: {error or type(error).__name__}") from error
-
-
-def _refuse_used_mirror(config: Config) -> None:
+def _refuse_used_mirror(config: Config, *own: str | None) -> None:
+    """Raises UserError if checkpoint.mirror cannot be used, or if it holds a run and is none of this run's ``own``."""
     url = config.checkpoint.mirror
-    if url and _remote_checkpoints(url):
+    if not url:
+        return
+    with one_line("checkpoint.mirror", url):
+        remote = RemoteRun(url)
+        is_used = url not in own and bool(remote.names())
+    if is_used:
         raise UserError(f"checkpoint.mirror={url} already holds a run: resume it with resume={url}, or choose another")
 
 
-def _reopened(config: Config, path: Path, token: str, *, asked: bool) -> RunDirectory:
-    """The directory of a run that is resumed. ``asked`` says whether the user has named it (not resume=auto)."""
+def _reopened(config: Config, path: Path, token: str, fetched: str, *, asked: bool) -> RunDirectory:
+    """The directory of a run that is resumed.
+
+    ``fetched`` is the URL that this call has copied the run from, if any. ``asked`` says whether the user has named
+    the directory (not resume=auto).
+    """
     directory = RunDirectory.opened(path)
     directory.refuse_if_in_use()
     _refuse_if_used_up(config, directory, asked=asked)
+    _refuse_used_mirror(config, fetched, directory.config().get("checkpoint", {}).get("mirror"))
     _try(config)
     if token or not directory.read("token"):
         directory.write_secret("token", token or secrets.token_hex(16))
