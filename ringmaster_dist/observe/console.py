@@ -107,8 +107,9 @@ class LiveRun:
             self._begin()
         for member in self._members.new():
             self._slots[member.worker] = member.slot
-            is_gone = self.workers[member.slot].is_gone = member.event == "leave"
-            (self._live.discard if is_gone else self._live.add)(member.worker)
+            (self._live.discard if member.event == "leave" else self._live.add)(member.worker)
+            # A restarted worker has joined under a new id before the lease of its old id expires.
+            self.workers[member.slot].is_gone = all(self._slots[worker] != member.slot for worker in self._live)
             if not is_old:
                 self.news.append((_happened(member), len(self._live)))
         for arrival in self._trace.new():
