@@ -289,10 +289,9 @@ def _summary(
     for worker, status in service.workers.items():
         base = float(cluster_seconds(config, status.seat.slot + 1)[-1]) if paced else 0.0
         record, stopped = service.core.workers[worker], status.interruptions
-        arrived = record.accepted + record.stale + record.invalid
         workers[worker] = WorkerSummary(
             base_seconds=base,
-            gradient_seconds=(status.used_seconds + status.wasted_seconds) / max(1, arrived),
+            gradient_seconds=(status.used_seconds + status.wasted_seconds) / max(1, record.pushes),
             interrupted=stopped.num,
             used_seconds=status.used_seconds,
             wasted_seconds=status.wasted_seconds + stopped.seconds,

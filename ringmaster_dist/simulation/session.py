@@ -237,7 +237,7 @@ def _summary(
     workers = {
         worker: WorkerSummary(
             base_seconds=float(speeds.base[worker]),
-            gradient_seconds=float(simulator.used_seconds[worker]) / max(1, core.workers[worker].accepted),
+            gradient_seconds=float(simulator.delivered_seconds[worker]) / max(1, core.workers[worker].pushes),
             interrupted=int(interrupted[worker]),
             used_seconds=float(simulator.used_seconds[worker]),
             wasted_seconds=float(simulator.wasted_seconds[worker]),
