@@ -341,7 +341,7 @@ class Recording:
     @property
     def stamp(self) -> tuple[int, ...]:
         """Changes when there is something new to read."""
-        return tuple(self._files.size(name) for name in (TRACE, METRICS, SUMMARY, TERMS, SAMPLE, COMMANDS))
+        return tuple(self._files.size(name) for name in (TRACE, METRICS, MEMBERS, SUMMARY, TERMS, SAMPLE, COMMANDS))
 
     @property
     def is_running(self) -> bool:
