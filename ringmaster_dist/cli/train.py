@@ -144,8 +144,11 @@ def _train(overrides: list[str]) -> int:
 def _say_stopped(directory: RunDirectory, code: int) -> int:
     """Shows how far a run came that a signal has stopped. It draws nothing, since the user wants to leave."""
     from ringmaster_dist.observe.report import show_summary
+    from ringmaster_dist.observe.run_files import TRACE
 
     if directory.summary() is None:
-        print("ringmaster: stopped before the run began", file=sys.stderr)
+        began = directory.size(TRACE) > 0  # the server was about to be restarted
+        resume = f"while the server was down; continue with ringmaster train resume={directory.path}"
+        print(f"ringmaster: stopped {resume if began else 'before the run began'}", file=sys.stderr)
         return code
     return show_summary(directory, report=False) or code
