@@ -7,7 +7,6 @@ address as server.host and server.port, and the token as RINGMASTER_TOKEN_FILE o
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -67,7 +66,7 @@ def _serve(argv: list[str], workers: int, rendezvous: Rendezvous) -> int:
 
     budget = config.budget
     table = LiveTable(
-        directory.path, Stdout(), budget.updates or math.inf, budget.seconds or math.inf,
+        directory.path, Stdout(), budget.updates, budget.seconds,
         awaited=config.cluster.workers, local_steps=config.local.steps,
     )  # fmt: skip
     try:
