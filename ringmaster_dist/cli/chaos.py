@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringmaster_dist.cli.parser import Parser, number, whole
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.signals import STOPPED
 
 if TYPE_CHECKING:
     from ringmaster_dist.chaos.faults import Fault, Injector
@@ -94,7 +95,7 @@ def _train(path: Path, overrides: list[str], seconds: float, faults: Sequence[Fa
         injector.release()
     if code >= 128 and injector.is_over:
         code = 0  # the injector has stopped it
-    elif code in (0, 130, 143):
+    elif code in (0, *STOPPED):
         raise UserError(f"the run in {path} was stopped before its time: there is nothing to account for")
     if code != 0:
         raise UserError(

@@ -94,12 +94,13 @@ def _as_table(lines: Sequence[RunLine]) -> str:
 
 def _compare(paths: list[Path], out: Path | None, *, as_json: bool) -> int:
     """Shows keys and results in rows, with a column for each run."""
+    from ringmaster_dist.config.schema import OF_THE_CALL
     from ringmaster_dist.observe.run_files import RunFiles
     from ringmaster_dist.observe.run_list import describe, differences, table
 
     if len(paths) < 2:
         raise UserError("compare needs at least two runs: ringmaster runs compare RUN RUN ...")
-    differing = differences([RunFiles(path).config() for path in paths])
+    differing = differences([RunFiles(path).config() for path in paths], OF_THE_CALL)
     lines = [describe(path) for path in paths]
     if damaged := next((line for line in lines if line.state == "damaged"), None):
         raise UserError(f"{damaged.path} is damaged: {damaged.note}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING
@@ -122,7 +121,7 @@ def _train(overrides: list[str]) -> int:
     budget, console = config.budget, Stdout()
     others = config.cluster.workers > local_workers(config)
     table = LiveTable(
-        directory.path, console, budget.updates or math.inf, budget.seconds or math.inf,
+        directory.path, console, budget.updates, budget.seconds,
         awaited=config.cluster.workers if others else 0, local_steps=config.local.steps,
     )  # fmt: skip
     if config.watch:
@@ -136,7 +135,7 @@ def _train(overrides: list[str]) -> int:
         return _say_stopped(directory, code)
     if code == 0:
         code = show_summary(directory, report=config.run.report)
-    if code == 0 and (sample := directory.shown(SAMPLE)):
+    if code == 0 and (sample := directory.read(SAMPLE)):
         print(f"  a sample (ringmaster sample writes more):\n\n{sample}", flush=True)
     return code
 
@@ -144,9 +143,12 @@ def _train(overrides: list[str]) -> int:
 def _say_stopped(directory: RunDirectory, code: int) -> int:
     """Shows how far a run came that a signal has stopped. It draws nothing, since the user wants to leave."""
     from ringmaster_dist.observe.report import show_summary
+    from ringmaster_dist.observe.run_files import TRACE
 
     if directory.summary() is None:
-        print("ringmaster: stopped before the run began", file=sys.stderr)
+        began = directory.size(TRACE) > 0  # the server was about to be restarted
+        resume = f"while the server was down; continue with ringmaster train resume={directory.path}"
+        print(f"ringmaster: stopped {resume if began else 'before the run began'}", file=sys.stderr)
         return code
     show_summary(directory, report=False)
     return code

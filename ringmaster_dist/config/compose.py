@@ -31,6 +31,8 @@ from ringmaster_dist.config.schema import (
     CHECKOUT,
     DEPTH,
     KEYS,
+    OF_A_RESUME,
+    OF_THE_CALL,
     SERVER_BETA,
     SERVER_ETA,
     TEXT_PROBLEMS,
@@ -45,8 +47,6 @@ _MAY_CHANGE = ("budget", "cluster", "server", "worker", "checkpoint", "logger")
 # except these, on which the bits depend
 _MAY_NOT = ("cluster.batch", "cluster.batch_min", "cluster.batch_max", "cluster.threads", "server.compute_threads")
 _OF_A_CHECKOUT = {"model": DEPTH, "geometry": "nanochat"}  # the choices that suit problem=nanochat_checkout
-_OF_A_RESUME = ("run.report", "watch", "watch_port", "watch_metrics")  # these do not change what is computed
-_OF_THE_CALL = ("run.dir", "run.overwrite", *_OF_A_RESUME)  # nor do these
 
 
 def config_dir() -> Path:
@@ -172,7 +172,7 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
             if key not in KEYS:
                 raise UserError(f"{key}: there is no such key{hint(key, list(KEYS))}".rstrip("; "))
             if not _may_change(key):
-                allowed = ", ".join([*(f"{section}.*" for section in _MAY_CHANGE), *_OF_A_RESUME])
+                allowed = ", ".join([*(f"{section}.*" for section in _MAY_CHANGE), *OF_A_RESUME])
                 raise UserError(f"{key}: a run is resumed as it began; with resume only {allowed} may change")
             OmegaConf.update(composed, key, override.value(), force_add=True)
     except HydraException as error:
@@ -183,7 +183,7 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
 
 def _may_change(key: str) -> bool:
     section, dot, _ = key.partition(".")
-    return key in _OF_A_RESUME or (bool(dot) and section in _MAY_CHANGE and key not in _MAY_NOT)
+    return key in OF_A_RESUME or (bool(dot) and section in _MAY_CHANGE and key not in _MAY_NOT)
 
 
 def _load(path: Path) -> DictConfig:
@@ -219,7 +219,7 @@ def same_run(directory: Path, composed: DictConfig) -> None:
     before = _load(directory / "config.yaml")
     then, now = _with_types(before), _with_types(composed)  # with the keys that an earlier version did not write
     for key in (name for name in KEYS if name.count(".") == 1):  # watch, resume and init belong to the call
-        if _may_change(key) or key in _OF_THE_CALL:
+        if _may_change(key) or key in OF_THE_CALL:
             continue
         old, new = OmegaConf.select(then, key), OmegaConf.select(now, key)
         if old != new:

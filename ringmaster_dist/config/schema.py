@@ -377,6 +377,8 @@ class Config:
 
 
 KEYS = dict(all_keys(Config))  # every section and key by its full name
+OF_A_RESUME = ("run.report", "watch", "watch_port", "watch_metrics")  # a resumed run may change these keys
+OF_THE_CALL = ("run.dir", "run.overwrite", "resume", *OF_A_RESUME)  # these do not change what is computed
 
 
 class _Steps(NamedTuple):

@@ -11,6 +11,7 @@ from ringmaster_dist.config.schema import Config
 # Measured on Linux: a process of a run apart from its model, and a simulated worker.
 _BYTES_PER_PROCESS, _BYTES_PER_SIMULATED_WORKER = 60e6, 1e3
 _MANY_PROCESSES_PER_CORE = 32
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def refuse_too_many_simulated(config: Config) -> None:
@@ -57,15 +58,21 @@ def _local_workers(config: Config) -> int:
 def _available_bytes() -> float | None:
     """The memory that new processes can get; None where the system does not say. A container may have a limit."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(1024 * float(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        free = 1024 * _figure(Path("/proc/meminfo"), "MemAvailable:")
     except (OSError, StopIteration):
         return None
     try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
-        return min(free, float(limit) - float(used))
-    except (OSError, ValueError):  # there is no limit
+        limit, used = (float((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # The page cache counts as used. The kernel evicts its inactive part when a process needs memory.
+        return min(free, limit - used + _figure(_CGROUP / "memory.stat", "inactive_file"))
+    except (OSError, StopIteration, ValueError):  # there is no limit
         return free
+
+
+def _figure(path: Path, name: str) -> float:
+    """The number after this name in a file of the kernel."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return next(float(words[1]) for words in lines if words[:1] == [name])
 
 
 def _shown(num_bytes: float) -> str:

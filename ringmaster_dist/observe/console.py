@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ringmaster_dist.observe import measures
 from ringmaster_dist.observe.closing import named
 from ringmaster_dist.observe.measures import per_second, smoothed_loss, smoothed_tau, wasted_fraction
 from ringmaster_dist.observe.records import VERDICTS, Arrival, Member, MetricsRow, parse
@@ -107,8 +108,9 @@ class LiveRun:
             self._begin()
         for member in self._members.new():
             self._slots[member.worker] = member.slot
-            is_gone = self.workers[member.slot].is_gone = member.event == "leave"
-            (self._live.discard if is_gone else self._live.add)(member.worker)
+            (self._live.discard if member.event == "leave" else self._live.add)(member.worker)
+            # A restarted worker has joined under a new id before the lease of its old id expires.
+            self.workers[member.slot].is_gone = all(self._slots[worker] != member.slot for worker in self._live)
             if not is_old:
                 self.news.append((_happened(member), len(self._live)))
         for arrival in self._trace.new():
@@ -168,17 +170,20 @@ class LiveTable:
     """Shows a run while it is written: a table on a terminal, a line now and then elsewhere."""
 
     def __init__(
-        self, directory: Path, console: Console, max_updates: float, max_seconds: float, *, awaited: int = 0,
-        local_steps: int = 1,
+        self, directory: Path, console: Console, max_updates: float | None, max_seconds: float | None, *,
+        awaited: int = 0, local_steps: int = 1,
     ) -> None:  # fmt: skip
-        """``awaited`` is how many workers the run expects, if they are started elsewhere. Their joins are told."""
+        """``awaited`` is how many workers the run expects, if they are started elsewhere. Their joins are told.
+
+        A limit of None is no limit.
+        """
         self._unit = "s/gradient" if local_steps == 1 else f"s/{local_steps} steps"
         self._run, self._console = LiveRun(directory), console
         self._directory, self._awaited = directory, awaited
         if awaited:
             self._run.refresh()  # what an earlier start has told is not told again
         self._address = ""  # that was told
-        self._max_updates, self._max_seconds = max_updates, max_seconds
+        self._limits = max_updates, max_seconds
         self._next: float = time.monotonic() + _REFRESH_SECONDS
         self._next_line = self._next
         self._live: Live | None = None
@@ -204,7 +209,7 @@ class LiveTable:
             self._live.update(self._render(), refresh=True)
         elif now >= self._next_line and self._run.workers:
             self._next_line = now + _PLAIN_LINE_SECONDS
-            line = f"{self._fraction():4.0%}  {self._run.line()}{self._what_is_awaited()}"
+            line = f"{self._progress().fraction:4.0%}  {self._run.line()}{self._what_is_awaited()}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _tell_of_workers(self) -> None:
@@ -224,19 +229,17 @@ class LiveTable:
         """Says why nothing moves, before the first gradient and after the last."""
         if not self._run.num_arrivals:
             return "  no gradient has arrived yet"
-        return "  the weights are evaluated" if self._fraction() >= 1 else ""
+        return "  the weights are evaluated" if self._progress().fraction >= 1 else ""
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
 
-    def _fraction(self) -> float:
-        run = self._run
-        return min(1.0, max(run.version / self._max_updates, run.seconds / self._max_seconds))
+    def _progress(self) -> measures.Progress:
+        return measures.Progress.of(self._run.version, self._run.seconds, *self._limits)
 
     def _render(self) -> Group:
-        fraction, run = self._fraction(), self._run
-        left = run.seconds * (1 - fraction) / fraction if fraction > 0.01 else None
+        (fraction, left), run = self._progress(), self._run
         text = f"{fraction:4.0%}  {run.seconds:,.0f} s" + (f", {left:,.0f} s left" if left is not None else "")
         head = Table.grid(padding=(0, 1))
         width = min(40, self._console.width - len(text) - 2)

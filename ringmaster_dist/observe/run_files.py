@@ -83,14 +83,9 @@ class RunFiles:
         self.path, self._complete, self._tolerant = path, complete, tolerant
 
     def read(self, name: str) -> str:
-        """The text of a small file; empty if there is none."""
+        """The text of a small file; empty if there is none. Bytes that are no text are replaced."""
         path = self.path / name
-        return path.read_text(errors="replace").strip() if path.exists() else ""
-
-    def shown(self, name: str) -> str:
-        """The text of a small file that is only shown. Bytes that are no text are replaced."""
-        path = self.path / name
-        return path.read_bytes().decode(errors="replace").strip() if path.is_file() else ""
+        return path.read_text(errors="replace").strip() if path.is_file() else ""
 
     def size(self, name: str) -> int:
         path = self.path / name
@@ -332,7 +327,7 @@ class Recording:
         self.metrics = self._files.metrics()
         self.members = self._files.members()
         self.summary = self._files.summary()
-        self.sample, self.commands = self._files.shown(SAMPLE), self._files.shown(COMMANDS).splitlines()
+        self.sample, self.commands = self._files.read(SAMPLE), self._files.read(COMMANDS).splitlines()
         if not self.metrics and not len(self.trace):
             raise RunDirectoryError(
                 f"{self.directory} has nothing to show yet: neither trace.jsonl nor metrics.jsonl has a whole line"
@@ -341,7 +336,7 @@ class Recording:
     @property
     def stamp(self) -> tuple[int, ...]:
         """Changes when there is something new to read."""
-        return tuple(self._files.size(name) for name in (TRACE, METRICS, SUMMARY, TERMS, SAMPLE, COMMANDS))
+        return tuple(self._files.size(name) for name in (TRACE, METRICS, MEMBERS, SUMMARY, TERMS, SAMPLE, COMMANDS))
 
     @property
     def is_running(self) -> bool:

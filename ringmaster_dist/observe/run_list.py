@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ringmaster_dist.observe.run_files import CONFIG, METRICS, SUMMARY, TRACE, R
 _DEPTH = 4  # folders within folders that are searched
 _OF_A_RUN = {TRACE, METRICS, SUMMARY}  # no other program is expected to write these names
 _WRONG_TYPE = (TypeError, AttributeError)  # what an edited file raises
-_OF_THE_CALL = ("run.dir", "run.overwrite", "run.report", "watch", "resume")  # they do not change what is computed
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,14 @@ def in_order(lines: Sequence[RunLine], order: str) -> list[RunLine]:
     return sorted(lines, key=_ORDER[order])
 
 
-def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The values of each key in which the configurations differ. None stands for a key that one does not have."""
+def differences(configs: Sequence[Mapping[str, Any]], ignored: Collection[str]) -> dict[str, list[Any]]:
+    """The values of each key in which the configurations differ. None stands for a key that one does not have.
+
+    The ``ignored`` keys are left out.
+    """
     each = [flat(dict(config)) for config in configs]
     keys = dict.fromkeys(key for config in each for key in config)
-    found = {key: [config.get(key) for config in each] for key in keys if key not in _OF_THE_CALL}
+    found = {key: [config.get(key) for config in each] for key in keys if key not in ignored}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 

@@ -93,7 +93,13 @@ def evaluate_at_the_end(problem: Problem, iterate: torch.Tensor) -> dict[str, fl
     return thorough(iterate)
 
 
-def evaluated_on(problem: Problem, *, at_the_end: bool) -> str:
-    """The data of an evaluation in words, or an empty string if the problem does not say."""
+def evaluated_on(
+    problem: Problem, *, at_the_end: bool, version: int | None = None, final_version: int | None = None
+) -> str:
+    """The data of an evaluation in words, or an empty string if the problem does not say.
+
+    An evaluation of another version than the final one is named as such.
+    """
     say: Callable[..., str] = getattr(problem, "evaluated_on", lambda at_the_end: "")
-    return say(at_the_end=at_the_end)
+    data = say(at_the_end=at_the_end)
+    return data if version == final_version else f"{data or 'the iterate'} after {version:,} updates"

@@ -108,10 +108,7 @@ def serve(
     if service.failure is not None:
         raise RuntimeError("the server failed; the traceback is above") from service.failure
     stopped = should_stop()
-    evaluation = monitor.evaluate()
-    monitor.record(evaluation or {})
-    if evaluation is None:
-        evaluation = monitor.last_evaluation
+    monitor.record(monitor.evaluate() or {})
     service.wait_until_all_left(config.server.farewell_seconds)
     service.close()
     journal.close()
@@ -119,8 +116,11 @@ def serve(
     weights.write(directory.path / FINAL, final, core.version)
     divergence = monitor.divergence
     ended = STOPPED_BY_USER if stopped else "diverged" if divergence.is_hopeless else "budget"
-    summary = _summary(config, evaluation, service, ended, time.monotonic() - began)
-    summary.diverged, summary.evaluated_on = divergence.diverged, evaluated_on(problem, at_the_end=False)
+    summary = _summary(config, monitor.last_evaluation, service, ended, time.monotonic() - began)
+    summary.diverged = divergence.diverged
+    summary.evaluated_on = evaluated_on(
+        problem, at_the_end=False, version=monitor.evaluated_version, final_version=core.version
+    )
     if best is not None:
         summary.best_value, summary.best_version = best.value, best.version
     directory.write_summary(summary)
@@ -155,6 +155,7 @@ class _Monitor:
         self._accepted, self._invalid = service.core.accepted, service.core.invalid  # when one was last accepted
         self.divergence = Divergence(problem.objective)
         self.last_evaluation: dict[str, float] = {}  # empty before the first
+        self.evaluated_version = service.core.version  # of the last evaluation
         for row in directory.metrics():  # of earlier terms
             self.divergence.look(row.evaluation, row.train_loss, row.accepted)
 
@@ -181,7 +182,7 @@ class _Monitor:
         iterate = snapshot.iterate.cpu()  # (size,)
         found = unless_stopped(lambda: self._problem.evaluate(iterate))
         if found is not None:
-            self.last_evaluation = found
+            self.last_evaluation, self.evaluated_version = found, snapshot.version
             if self._best is not None:
                 self._best.offer(iterate, snapshot.version, found)
         return found
@@ -289,10 +290,9 @@ def _summary(
     for worker, status in service.workers.items():
         base = float(cluster_seconds(config, status.seat.slot + 1)[-1]) if paced else 0.0
         record, stopped = service.core.workers[worker], status.interruptions
-        arrived = record.accepted + record.stale + record.invalid
         workers[worker] = WorkerSummary(
             base_seconds=base,
-            gradient_seconds=(status.used_seconds + status.wasted_seconds) / max(1, arrived),
+            gradient_seconds=(status.used_seconds + status.wasted_seconds) / max(1, record.pushes),
             interrupted=stopped.num,
             used_seconds=status.used_seconds,
             wasted_seconds=status.wasted_seconds + stopped.seconds,

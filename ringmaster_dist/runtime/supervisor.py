@@ -98,7 +98,8 @@ def supervise(
     if failure:
         print(f"ringmaster: {failure}: the run was ended; the errors are printed above", file=sys.stderr)
         return 1
-    if asked() and server.exit_code in (0, -signal.SIGTERM):  # it had not begun to serve if the signal has ended it
+    # None: the server had died and was not restarted yet. It had not begun to serve if the signal has ended it.
+    if asked() and server.exit_code in (None, 0, -signal.SIGTERM):
         return asked.exit_code
     return 1 if server.exit_code is None else server.exit_code
 

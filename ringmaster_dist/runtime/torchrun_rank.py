@@ -7,7 +7,6 @@ address as server.host and server.port, and the token as RINGMASTER_TOKEN_FILE o
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -67,15 +66,17 @@ def _serve(argv: list[str], workers: int, rendezvous: Rendezvous) -> int:
 
     budget = config.budget
     table = LiveTable(
-        directory.path, Stdout(), budget.updates or math.inf, budget.seconds or math.inf,
-        awaited=config.cluster.workers,
+        directory.path, Stdout(), budget.updates, budget.seconds,
+        awaited=config.cluster.workers, local_steps=config.local.steps,
     )  # fmt: skip
-    with StopOnceServing() as stop:
-        serve(
-            config, config_text, directory, token, announce=announce, should_stop=lambda: stop.asked(),
-            look=table.update,
-        )  # fmt: skip
-    table.close()
+    try:
+        with StopOnceServing() as stop:
+            serve(
+                config, config_text, directory, token, announce=announce, should_stop=lambda: stop.asked(),
+                look=table.update,
+            )  # fmt: skip
+    finally:
+        table.close()
     rendezvous.publish({"server": {"over": True}})  # this removes the token from the file
     stopped = stop.asked.exit_code
     return show_summary(directory, report=config.run.report and not stopped) or stopped

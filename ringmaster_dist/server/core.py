@@ -54,6 +54,10 @@ class WorkerRecord:
         self.stale = 0
         self.invalid = 0
 
+    @property
+    def pushes(self) -> int:
+        return self.accepted + self.stale + self.invalid
+
 
 class _Decided(NamedTuple):
     """Arithmetic that is left to do: add the gradient, and apply the mean of ``num_averaged`` if that is an update."""

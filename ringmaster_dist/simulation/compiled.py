@@ -220,6 +220,7 @@ def _play(s, rules, first_version, etas, alphas, thresholds, stop_version, until
             verdict = _ACCEPTED if math.isfinite(total) or np.isfinite(s.gradient).all() else _INVALID
         s.tallies[verdict, worker] += 1
         s.seconds[0 if verdict == _ACCEPTED else 1, worker] += compute_seconds
+        s.seconds[2, worker] += compute_seconds
         _remove(s.after, s.before, worker)
         if verdict == _ACCEPTED:
             counters[_COLLECTED] += 1
@@ -309,7 +310,7 @@ class CompiledSimulator(Simulator):
             coefficients=geometry.COEFFICIENTS.get(update.orthogonalization, geometry.POLAR_EXPRESS),
         )  # fmt: skip
         self._state = s = _initial_state(core, speeds, self._seed, self._rules.batch)
-        self.used_seconds, self.wasted_seconds = s.seconds
+        self.used_seconds, self.wasted_seconds, self.delivered_seconds = s.seconds
         self._rows = np.empty(_BLOCK, dtype=_ROW)
         self._planned = range(0)
         _begin_all(s, self._rules.jitter, _WAITING, 0.0)
@@ -377,7 +378,7 @@ def _initial_state(core: ServerCore, speeds: Speeds, seed: int, batch: int) -> _
     state = _State(
         workers=workers,  # (num_workers,)
         tallies=np.zeros((3, num_workers), dtype=np.int64),  # gradients by verdict
-        seconds=np.zeros((2, num_workers)),  # used and wasted
+        seconds=np.zeros((3, num_workers)),  # used, wasted and delivered
         times=np.full(leaves, np.inf),  # when each worker finishes; infinity if it waits
         tree=np.concatenate([np.zeros(leaves, dtype=np.int64), np.arange(leaves)]),  # the root is node 1
         after=nodes.copy(),

@@ -55,6 +55,7 @@ class Recorder:
         self.train_loss: float | None = None  # smoothed
         self._every, self._next_evaluation = config.eval.every, 0
         self.last_evaluation: dict[str, float] = {}  # empty before the first
+        self.evaluated_version = core.version  # of the last evaluation
         self.divergence, self._eta = Divergence(problem.objective), config.method.eta
 
     def arrival(
@@ -85,7 +86,9 @@ class Recorder:
         if due:
             self._next_evaluation = core.version + self._every
             found = unless_stopped(lambda: self._problem.evaluate(core.snapshot.iterate))
-            due, self.last_evaluation = found is not None, self.last_evaluation if found is None else found
+            due = found is not None
+            if found is not None:
+                self.last_evaluation, self.evaluated_version = found, core.version
         evaluation, threshold = self.last_evaluation if due else {}, core.method.threshold(core.version)
         if self.divergence.look(evaluation, self.train_loss, core.accepted):
             log.warning("simulation v=%d: %s", core.version, self.divergence.words(self._eta))
@@ -185,11 +188,13 @@ def simulate(
     evaluation = unless_stopped(
         lambda: evaluate_at_the_end(problem, iterate) if at_the_end else problem.evaluate(iterate)
     )
+    version = core.version
     if evaluation is None:
-        at_the_end, evaluation = False, recorder.last_evaluation
+        at_the_end, evaluation, version = False, recorder.last_evaluation, recorder.evaluated_version
     recorder.divergence.look(evaluation, recorder.train_loss, core.accepted)
     summary = _summary(config, evaluation, core, speeds, simulator, ended, time.perf_counter() - began)
-    summary.diverged, summary.evaluated_on = recorder.divergence.diverged, evaluated_on(problem, at_the_end=at_the_end)
+    summary.diverged = recorder.divergence.diverged
+    summary.evaluated_on = evaluated_on(problem, at_the_end=at_the_end, version=version, final_version=core.version)
     directory.write_summary(summary)
     return summary
 
@@ -237,7 +242,7 @@ def _summary(
     workers = {
         worker: WorkerSummary(
             base_seconds=float(speeds.base[worker]),
-            gradient_seconds=float(simulator.used_seconds[worker]) / max(1, core.workers[worker].accepted),
+            gradient_seconds=float(simulator.delivered_seconds[worker]) / max(1, core.workers[worker].pushes),
             interrupted=int(interrupted[worker]),
             used_seconds=float(simulator.used_seconds[worker]),
             wasted_seconds=float(simulator.wasted_seconds[worker]),

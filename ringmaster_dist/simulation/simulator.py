@@ -80,6 +80,7 @@ class Simulator:
         self.now = 0.0
         self.wasted_seconds: Floats = np.zeros(speeds.num_workers)  # by worker, on work that was not accepted
         self.used_seconds: Floats = np.zeros(speeds.num_workers)  # and on work that was
+        self.delivered_seconds: Floats = np.zeros(speeds.num_workers)  # on gradients that arrived
         self._seed = seed
         self._interrupt = interrupt
         self._should_stop = should_stop
@@ -145,6 +146,7 @@ class Simulator:
             self.used_seconds[worker] += compute_seconds
         else:
             self.wasted_seconds[worker] += compute_seconds
+        self.delivered_seconds[worker] += compute_seconds
         if self._report_arrival is not None:
             self._report_arrival(now, worker, sequence, gradient_version, receipt, self._loss, compute_seconds, rows)
         self._arrivals.version[worker] = IDLE

@@ -12,6 +12,7 @@ from ringmaster_dist.algorithm.geometry import COEFFICIENTS, ORTHOGONALIZATIONS
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.schedules import Constant, Ramped
+from ringmaster_dist.config import sizes
 from ringmaster_dist.config.build import build_core, build_method, build_model_config, build_problem
 from ringmaster_dist.config.compose import (
     begun_from,
@@ -230,6 +231,18 @@ def test_more_workers_than_the_memory_holds_are_refused():
         refuse_too_many_processes(config)
     config.cluster.local_workers = 1  # the others come from elsewhere
     refuse_too_many_processes(config)
+
+
+def test_the_page_cache_of_a_container_is_available(tmp_path, monkeypatch):
+    monkeypatch.setattr(sizes, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("400000000\n")
+    (tmp_path / "memory.current").write_text("390000000\n")
+    (tmp_path / "memory.stat").write_text("anon 90000000\nfile 300000000\ninactive_file 200000000\n")
+    config = to_typed(compose(["cluster.workers=3"], "train"), real_time=True)
+    refuse_too_many_processes(config)  # 210 MB are available
+    config.cluster.workers = 4
+    with pytest.raises(UserError, match=r"0\.2 GB are available: use at most 3"):
+        refuse_too_many_processes(config)
 
 
 @pytest.mark.parametrize(

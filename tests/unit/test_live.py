@@ -99,6 +99,18 @@ def test_a_restarted_worker_is_one_row_and_stopped_work_is_shown(tmp_path):
     assert "wasted compute 25%" in screen.getvalue()
 
 
+def test_a_slot_is_gone_when_no_live_worker_has_it(tmp_path):
+    members = tmp_path / "members.jsonl"
+    members.write_text(member(0, 0) + member(1, 1) + member(2, 1) + member(1, 1, "leave"))  # the lease ends later
+    run = LiveRun(tmp_path)
+    run.refresh()
+    assert [run.workers[slot].is_gone for slot in (0, 1)] == [False, False]
+    with members.open("a") as file:
+        file.write(member(2, 1, "leave"))
+    run.refresh()
+    assert [run.workers[slot].is_gone for slot in (0, 1)] == [False, True]
+
+
 def test_joins_and_leaves_are_told_once(tmp_path):
     (tmp_path / "terms.jsonl").write_text("{}\n")
     (tmp_path / "members.jsonl").write_text(member(0, 0, host="old"))  # an earlier start has told it

@@ -17,6 +17,7 @@ from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.config.compose import load
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.observe.run_directory import RunDirectory
+from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.problems.quadratic import Quadratic
 from ringmaster_dist.profiles import base_seconds, jittered_seconds
 from ringmaster_dist.server.core import ServerCore
@@ -149,7 +150,24 @@ def test_the_compiled_engine_equals_the_core(i, j):
     assert (one.interrupted == two.interrupted).all()
     np.testing.assert_allclose(one.wasted_seconds, two.wasted_seconds)
     np.testing.assert_allclose(one.used_seconds, two.used_seconds)
+    np.testing.assert_allclose(one.delivered_seconds, two.delivered_seconds)
     assert one.now == two.now == 20
+
+
+@pytest.mark.parametrize("engine", ["core", "compiled"])
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_the_seconds_per_gradient_are_those_of_all_that_arrived(engine, interrupt, tmp_path):
+    config = load(["problem=quadratic", "problem.dim=10", "cluster.workers=8", "cluster.profile=linear",
+                   "cluster.jitter=0.3", "method=ringmaster", "method.threshold=4", f"method.interrupt={interrupt}",
+                   f"simulation.engine={engine}", "budget.seconds=40"])  # fmt: skip
+    summary = simulate(config, RunDirectory(str(tmp_path / "run"), name="x"))
+    arrivals = RunFiles(tmp_path / "run").arrivals()
+    assert summary.engine == engine
+    assert (summary.stale > 0) == (not interrupt)
+    assert len(summary.per_worker) == 8
+    for worker, figures in summary.per_worker.items():
+        seconds = [arrival.compute_seconds for arrival in arrivals if arrival.worker == int(worker)]
+        assert figures.gradient_seconds == pytest.approx(sum(seconds) / max(1, len(seconds)))
 
 
 def test_the_compiled_engine_refuses_what_it_does_not_know(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from ringmaster_dist.cli.main import main
 from ringmaster_dist.observe.report import page
 from ringmaster_dist.observe.watch import Watcher
-from tests.unit.test_exposition import parsed
+from tests.unit.test_exposition import members, parsed
 from tests.unit.test_report import line, make
 
 
@@ -63,6 +63,8 @@ def test_metrics_and_health_are_answered_only_if_asked_for(watcher, tmp_path):
         (tmp_path / "run/trace.jsonl").write_text(line(1.0, 0, 0, 0, 0, "accepted", 1.0, 0.5))
         assert get(asked, "healthz") == "the server waits for workers\n"  # none has joined
         assert parsed(get(asked, "metrics"))["updates",] == 1
+        members(tmp_path / "run", (0, "join"))  # and nothing else has changed
+        assert parsed(get(asked, "metrics"))["workers",] == 1
         (tmp_path / "run/summary.json").write_text('{"diverged": true}')
         with pytest.raises(urllib.error.HTTPError, match="503"):
             get(asked, "healthz")
