@@ -212,3 +212,4 @@ def test_skypilot_starts_a_server_and_workers(given, expected, tmp_path):
         assert command == "worker"
         assert expected in words
         assert read_worker(words).workers == 4
+        ({"SKYPILOT_NODE_RANK": "1", "WORKER_ARGS": "target=my_problem:factory"}, "target=my_problem:factory"),
