@@ -14,7 +14,8 @@ Builds the image and starts a server, a fast worker and a slow one (docker/compo
   WORKERS         the start waits for this many workers                          2; with GPU=1 set it to GPU_WORKERS
   PROFILE         the delay profile of the workers; none is full speed           linear; with GPU=1 none
   SLOT_FAST, SLOT_SLOW    the places of the two kinds of workers in the profile  0 and 3
-  BASE_IMAGE, TORCH, PIP_ARGS    build arguments, see docker/Dockerfile
+  WORKER_ARGS     arguments of ringmaster worker, such as target=my_problem:factory
+  BASE_IMAGE, TORCH, PIP_ARGS, EXTRAS    build arguments, see docker/Dockerfile
   RINGMASTER_IMAGE        the name of the image                                  ringmaster-dist
   GPU=1           adds docker/compose.gpu.yaml
   GPU_WORKERS     the number of GPU workers                                      1

@@ -1,4 +1,5 @@
-# The other scripts source this file. It makes .venv in the checkout and installs the project into it, once.
+#!/usr/bin/env bash
+# Makes .venv in the checkout and installs the project into it, once. The other scripts source this file and do the same.
 # PYTHON sets the interpreter. TORCH sets another torch requirement, such as TORCH='torch==2.9.1'.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,3 +37,5 @@ python_with_package() {
 
 # Removes pip's warnings about search paths that do not exist.
 quiet() { grep -v 'is ignored: it is neither a file nor a directory' || true; }
+
+[ "${BASH_SOURCE[0]}" != "$0" ] || setup test,fast   # when it is called, and not sourced

@@ -17,6 +17,28 @@ DOCKER = Path(__file__).parents[2] / "docker"
 FOLDER = DOCKER / "kubernetes"
 # Of Kubernetes 1.35, for the kinds that are used here, without descriptions. No other property is allowed.
 KINDS = json.loads((Path(__file__).parent / "kubernetes.schema.json").read_text())
+
+
+def only(required=(), **properties):
+    """The schema of an object that has these properties and no other."""
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+# Of a CronJob, the properties that are used here. No other is allowed.
+KINDS["CronJob"] = only(
+    ["apiVersion", "kind", "metadata", "spec"],
+    apiVersion={"type": "string", "enum": ["batch/v1"]},
+    kind={"type": "string", "enum": ["CronJob"]},
+    metadata={"$ref": "ObjectMeta"},
+    spec=only(
+        ["schedule", "jobTemplate"],
+        schedule={"type": "string"},
+        suspend={"type": "boolean"},
+        jobTemplate=only(
+            spec=only(["template"], backoffLimit={"type": "integer"}, template={"$ref": "PodTemplateSpec"})
+        ),
+    ),
+)
 _TYPES = {"string": str, "boolean": bool, "object": dict, "array": list, "null": type(None), "integer": int,
           "number": (int, float)}  # fmt: skip
 
@@ -59,7 +81,9 @@ def of_kind(kind):
 
 
 (KUSTOMIZATION,), (SERVER,), WORKERS = of_kind("Kustomization"), of_kind("StatefulSet"), of_kind("Deployment")
+(REPLAY,) = of_kind("CronJob")
 PODS = [found["spec"]["template"] for found in (SERVER, *WORKERS)]
+REPLAYING = REPLAY["spec"]["jobTemplate"]["spec"]["template"]
 
 
 def container(template):
@@ -115,7 +139,7 @@ def test_names_agree():
 
 
 def test_pods_have_no_privileges():
-    for pod in PODS:
+    for pod in (*PODS, REPLAYING):
         spec, own = pod["spec"], container(pod)["securityContext"]
         assert spec["securityContext"]["runAsNonRoot"]
         assert f"--uid {spec['securityContext']['runAsUser']} " in (DOCKER / "Dockerfile").read_text()
@@ -158,6 +182,26 @@ def test_the_commands_of_the_pods_are_understood():
         assert command == ["python", "-m", probe.__name__, f"127.0.0.1:{config.server.port}"]
 
 
+def test_the_replay_reads_the_run_of_the_server():
+    """It runs only when somebody makes a job of it, once, and mounts the server's volume where the server does."""
+    assert REPLAY["spec"]["suspend"]
+    assert (REPLAY["spec"]["jobTemplate"]["spec"]["backoffLimit"], REPLAYING["spec"]["restartPolicy"]) == (0, "Never")
+    one, server = container(REPLAYING), container(PODS[0])
+    (run_dir,) = (word.removeprefix("run.dir=") for word in server["args"] if word.startswith("run.dir="))
+    assert one["args"] == ["ringmaster_dist", "replay", run_dir]
+    assert one["image"] == server["image"]
+    (claim,) = SERVER["spec"]["volumeClaimTemplates"]
+    name, owner = claim["metadata"]["name"], SERVER["metadata"]["name"]
+    (volume,) = (volume for volume in REPLAYING["spec"]["volumes"] if "persistentVolumeClaim" in volume)
+    assert volume["persistentVolumeClaim"]["claimName"] == f"{name}-{owner}-0"
+    paths = {mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]}
+    assert paths.keys() == {volume["name"] for volume in REPLAYING["spec"]["volumes"]}
+    assert {"name": name, "mountPath": paths[volume["name"]]} in server["volumeMounts"]
+    readme = (FOLDER / "README.md").read_text()
+    assert f"--from=cronjob/{REPLAY['metadata']['name']}" in readme
+    assert REPLAYING["metadata"]["labels"] not in [pod["metadata"]["labels"] for pod in PODS]
+
+
 # The properties of SkyPilot 0.14 that are used here. No other is allowed.
 _TEXT = {"type": "string"}
 _TEXTS = {"type": "object", "additionalProperties": {"type": ["string", "null"]}}
@@ -188,6 +232,7 @@ SKY = {
         ({"SKYPILOT_NODE_RANK": "0", "MIRROR": "s3://bucket/run"}, "train"),
         ({"SKYPILOT_NODE_RANK": "1"}, "server=10.0.0.1:29400"),
         ({"SKYPILOT_NODE_RANK": "0", "SERVER": "192.0.2.1:29400"}, "server=192.0.2.1:29400"),
+        ({"SKYPILOT_NODE_RANK": "1", "WORKER_ARGS": "target=my_problem:factory"}, "target=my_problem:factory"),
     ],
 )
 def test_skypilot_starts_a_server_and_workers(given, expected, tmp_path):
