@@ -79,6 +79,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     if unknown:
         raise UserError(unknown)
     refuse_plus(overrides)
+    _refuse_unused(overrides, composed.problem.name)
     if composed.problem.get("path"):  # the run's processes, and a replay, may have another working directory
         composed.problem.path = str(Path(composed.problem.path).resolve())
     for choice in recipe_of(composed, overrides):
@@ -98,6 +99,13 @@ def _with_home(override: str) -> str:
     """A shell does not expand ~ after problem.path=, and Hydra does not accept it."""
     key, equals, value = override.partition("=")
     return f"{key}{equals}{Path.home()}{value[1:]}" if value.startswith("~/") else override
+
+
+def _refuse_unused(overrides: Sequence[str], problem: str) -> None:
+    """Raises `UserError` for an override of a group that only language models have."""
+    for word in overrides:
+        if word.startswith(("model=", "model.", "data=", "data.")) and problem not in TEXT_PROBLEMS:
+            raise UserError(f"{word} has no effect with problem={problem}: add problem=nanochat, or leave it out")
 
 
 def _companions(overrides: Sequence[str]) -> list[str]:

@@ -31,7 +31,10 @@ from ringmaster_dist.config.sizes import refuse_too_many_processes
 from ringmaster_dist.problems.quadratic import Quadratic
 
 
-@pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in groups().items() for option in options])
+CHOICES = [f"{group}={option}" for group, options in groups().items() for option in options]
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if not choice.startswith(("model=", "data="))])
 def test_every_choice_composes_and_builds(choice, nanochat):
     of_depth = [f"problem.path={nanochat}", "model.depth=2", "model.sequence_len=64"]
     needed = {"problem=python": ["problem.target=tests.unit.test_config:own", "problem.args.dim=7"],
@@ -52,6 +55,12 @@ def own(seed, device, dim):
 def test_every_model_can_be_made(model):
     built = build_model_config(load(["problem=nanochat", f"model={model}"]))
     assert built.n_layer in (1, 4, 6, 12)
+
+
+@pytest.mark.parametrize("data", groups()["data"])
+def test_every_corpus_composes(data):
+    path = ["data.path=my.txt"] if data == "text" else []
+    assert load(["problem=nanochat", f"data={data}", *path]).data.name == data
 
 
 def test_the_groups_agree_with_the_names_in_the_code():
@@ -126,6 +135,11 @@ def test_printed_configuration_loads_back():
         (["problem=nanochat", "model.vocab_size=100"], ["model.vocab_size=100", "260"]),
         (["problem=nanochat", "model.window_pattern=XL"], ["model.window_pattern=XL"]),
         (["problem=nanochat", "data=text"], ["data.path"]),
+        (["model=nanochat_d6"], ["model=nanochat_d6 has no effect with problem=quadratic: add problem=nanochat"]),
+        (["model=nanochat_depth", "model.depth=4"], ["model=nanochat_depth has no effect with problem=quadratic"]),
+        (["model.n_layer=2"], ["model.n_layer=2 has no effect with problem=quadratic: add problem=nanochat"]),
+        (["data=climbmix"], ["data=climbmix has no effect with problem=quadratic: add problem=nanochat"]),
+        (["problem=python", "problem.target=a:b", "data=text"], ["data=text has no effect with problem=python"]),
         (["problem=nanochat_checkout"], ["problem.path", "folder"]),
         (["problem=nanochat_checkout", "problem.path=a", "model=nanochat_d6"], ["model=nanochat_d6", "nanochat_depth"]),
         (["problem=nanochat_checkout", "problem.path=a", "data.path=b"], ["data.path"]),
