@@ -30,7 +30,6 @@ from ringmaster_dist.config.schema import KEYS, Config
 from ringmaster_dist.config.sizes import refuse_too_many_processes
 from ringmaster_dist.problems.quadratic import Quadratic
 
-
 CHOICES = [f"{group}={option}" for group, options in groups().items() for option in options]
 
 
@@ -196,9 +195,17 @@ def test_printed_configuration_loads_back():
         (["cluster.unit_seconds=0"], ["cluster.unit_seconds=0"]),
         (["cluster.phases=[{start_seconds: 1, rate: -1}]"], ["cluster.phases[0].rate=-1"]),
         (["cluster.phases=[{start_seconds: 1, workers: [64]}]"], ["64", "0 to 63"]),
-        (["cluster.phases=[{when: 1}]"], ["when"]),
+        (["cluster.phases=[{rate: 1}, {start: 1}]"], ["cluster.phases[1].start: there is no such key; known: start_s"]),
+        (["cluster.phases=${no.such}"], ["cluster.phases", "no.such"]),
+        (["cluster.phases=[{start_seconds: x}]"], ["cluster.phases[0].start_seconds=x: must be a number"]),
+        (["cluster.phases=[{workers: [0, a]}]"], ["cluster.phases[0].workers=", "must be a list of whole numbers"]),
+        (["cluster.phases=[{rate: ${no.such}}]"], ["cluster.phases[0].rate", "no.such"]),
+        (["run.dir='a"], ["run.dir='a: a quote or a bracket is not closed", "write \"run.dir='...'\""]),
+        (["run.dir=[a"], ["run.dir=[a: a quote or a bracket is not closed"]),
+        (["run.dir=a=b"], ["run.dir=a=b: ", "a character needs quotes"]),
         (["budget.seconds=null"], ["budget.updates", "never end"]),
         (["budget.updates=0"], ["budget.updates=0"]),
+        (["budget.updates=1e-3"], ["budget.updates=0.001", "a whole number"]),
         (["problem.dim=0"], ["problem.dim=0"]),
         (["problem.noise=-1"], ["problem.noise=-1"]),
         (["geometry.matrix=nuclear"], ["geometry.matrix=nuclear", "spectral"]),
@@ -236,6 +243,20 @@ def test_mistakes_are_reported_in_one_line(overrides, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
+    config = load(["budget.updates=1e3", "method.threshold=2.0", "run.seed=12345678901234567891"])
+    assert (config.budget.updates, config.method.threshold) == (1000, 2)
+    assert config.run.seed == 12345678901234567891  # which a float would round
+    (tmp_path / "config.yaml").write_text(annotated(compose([], "train")) + "\n")
+    assert continued(tmp_path, ["budget.updates=1e3"]).budget.updates == 1000
+    assert expand(["budget.updates=1e3"]) == [["budget.updates=1000"]]
+
+
+def test_a_word_that_hydra_cannot_read_is_named():
+    with pytest.raises(UserError, match=re.escape("run.tag='b: a quote or a bracket is not closed")):
+        expand(["method.eta=1,2", "problem.path=~/nanochat", "run.tag='b"])
 
 
 def test_more_workers_than_the_memory_holds_are_refused():
