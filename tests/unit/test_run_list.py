@@ -139,6 +139,24 @@ def test_a_multirun_names_its_jobs_and_ends_with_a_table_and_a_page(tmp_path, mo
     assert [" method.".join(label) for label in labels] == [" ".join(row.split()[1:3]) for row in rows]
 
 
+def test_a_multirun_does_not_show_the_runs_of_another_one(tmp_path, monkeypatch, capsys):
+    """All directories are checked before the first job. A job that is refused later has no result."""
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "m/1", gap=3.0, ended="budget", updates=1234)
+    words = ["simulate", "-m", *SMALL, "method.eta=0.1,0.2", "run.dir=m", "run.report=false"]
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("ringmaster: run.dir=m/1 already holds a run")
+    assert not (tmp_path / "m/0").exists()
+    (tmp_path / "m/0").write_text("")  # not a directory, which is found when the job begins
+    assert main([*words, "run.overwrite=true"]) == 2
+    rows = capsys.readouterr().out.partition("all 2 jobs\n")[2].splitlines()[1:]
+    assert rows[0].split() == ["1", "method.eta=0.1", "refused", "0", "m/0"]
+    assert rows[1].split()[:3] == ["2", "method.eta=0.2", "finished"]
+    assert "1,234" not in rows[1]
+
+
 def test_several_values_without_multirun_say_what_to_do(capsys):
     assert main(["simulate", "method.eta=0.1,0.2"]) == 2
     assert capsys.readouterr().err.startswith("ringmaster: method.eta=0.1,0.2: these are several values; with -m")
