@@ -95,8 +95,9 @@ def _as_table(lines: Sequence[RunLine]) -> str:
 def _compare(paths: list[Path], out: Path | None, *, as_json: bool) -> int:
     """Shows keys and results in rows, with a column for each run."""
     from ringmaster_dist.observe.run_files import RunFiles
-    from ringmaster_dist.observe.run_list import describe, differences, table
+    from ringmaster_dist.observe.run_list import describe, differences, table, without_pages
 
+    paths = without_pages(paths)
     if len(paths) < 2:
         raise UserError("compare needs at least two runs: ringmaster runs compare RUN RUN ...")
     differing = differences([RunFiles(path).config() for path in paths])

@@ -15,6 +15,7 @@ from typing import Any
 
 from ringmaster_dist.observe.page_data import flat
 from ringmaster_dist.observe.records import Summary, objective_of
+from ringmaster_dist.observe.report import FOLDER
 from ringmaster_dist.observe.run_files import CONFIG, METRICS, SUMMARY, TRACE, RunDirectoryError, RunFiles
 
 _DEPTH = 4  # folders within folders that are searched
@@ -92,6 +93,11 @@ def is_run(folder: Path) -> bool:
 def _holds_run(folder: Path, names: set[str]) -> bool:
     """Whether this folder is a run. A configuration alone has to be one of ours: other programs have such a file."""
     return bool(names & _OF_A_RUN) or (CONFIG in names and is_run(folder))
+
+
+def without_pages(paths: Sequence[Path]) -> list[Path]:
+    """The paths without the page of a multirun, which a pattern such as runs/compare/* matches too."""
+    return [path for path in paths if path.name != FOLDER or is_run(path)] or list(paths)
 
 
 def describe(path: Path) -> RunLine:

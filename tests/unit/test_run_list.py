@@ -9,6 +9,7 @@ import time
 import pytest
 
 from ringmaster_dist.cli.main import main
+from ringmaster_dist.observe import report
 
 CONFIG = """method: {name: NAME, eta: 0.1}
 problem: {name: quadratic}
@@ -93,6 +94,23 @@ def test_a_comparison_shows_the_keys_that_differ_and_the_results(runs, capsys):
     for words in (["runs/a"], ["runs/a", "runs/torn"], ["runs/a", "runs/other"]):
         assert main(["runs", "compare", *words]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_page_of_a_multirun_is_not_taken_for_a_run(runs, capsys, monkeypatch):
+    """A shell gives it too for runs/sweep/*. A run of this name counts, and the page alone is a mistake."""
+    monkeypatch.setattr(report, "draw", lambda data, folder: [])
+    (runs / "sweep/report").mkdir()
+    paths = [str(path) for path in sorted((runs / "sweep").iterdir())]
+    assert main(["runs", "compare", *paths]) == 0
+    assert "[3]" not in capsys.readouterr().out
+    assert main(["report", *paths, "--out", "out"]) == 0
+    assert (runs.parent / "out/report.html").exists()
+    assert main(["report", "runs/sweep/report"]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    (runs / "sweep/report").rmdir()
+    make(runs / "sweep/report", gap=3.0, ended="budget")
+    assert main(["runs", "compare", *paths]) == 0
+    assert "[3] runs/sweep/report" in capsys.readouterr().out.replace(f"{runs.parent}/", "")
 
 
 def test_only_runs_that_are_over_are_removed_and_only_their_own_files(runs, capsys):
