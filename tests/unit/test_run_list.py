@@ -96,6 +96,21 @@ def test_a_comparison_shows_the_keys_that_differ_and_the_results(runs, capsys):
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stat=crashed"], "there is no setting stat=; did you mean state=?"),
+        (["--out", "x"], "--out has no effect with runs list; runs compare takes it"),
+        (["compare", "runs/a", "runs/sweep/0", "sort=loss"], "sort= has no effect with runs compare; runs list"),
+        (["remove", "runs/a", "limit=1"], "limit= has no effect with runs remove; runs list takes it"),
+        (["compare", "runs/a", "runs/sweep/0", "--yes"], "--yes has no effect with runs compare; runs remove"),
+    ],
+)
+def test_a_word_without_effect_is_refused(runs, capsys, words, said):
+    assert main(["runs", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"ringmaster: {said}")
+
+
 def test_the_page_of_a_multirun_is_not_taken_for_a_run(runs, capsys, monkeypatch):
     """A shell gives it too for runs/sweep/*. A run of this name counts, and the page alone is a mistake."""
     monkeypatch.setattr(report, "draw", lambda data, folder: [])
