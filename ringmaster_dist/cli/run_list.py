@@ -44,7 +44,7 @@ def run_runs(arguments: Namespace, overrides: list[str]) -> int:
 
     Lists the runs in a folder and in the folders inside it, such as those of a multirun. A run is running, finished,
     stopped (by Ctrl+C or SIGTERM), diverged, crashed (its processes are gone, and resume= may continue it) or damaged.
-    Only the summaries and the ends of the metrics are read.
+    Only configurations, summaries and the ends of the metrics are read.
 
       compare RUN RUN ...   shows the configuration keys in which runs differ, and their results
       remove RUN ...        removes runs after a question. A run that is running, and a directory that is not a run, are

@@ -45,6 +45,8 @@ def runs(tmp_path, monkeypatch):
     make(folder / "torn", ended="budget", updates=1)
     (folder / "torn/summary.json").write_text('{"updates": 1')
     make(folder / "edited", gap="low", ended="budget", updates=1)
+    make(folder / "broken", gap=3.0, ended="budget", updates=1)
+    (folder / "broken/config.yaml").write_text("method: {name: ringm")
     (folder / "other").mkdir()
     (folder / "other/config.yaml").write_text("colour: red\n")  # another program's
     return folder
@@ -60,13 +62,14 @@ def test_each_run_has_one_line_with_its_state(runs, capsys):
     found = {line["path"]: line for line in listed(capsys)}
     states = {name.removeprefix("runs/"): line["state"] for name, line in found.items()}
     assert states == {"a": "finished", "sweep/0": "stopped", "sweep/1": "diverged", "lost": "crashed",
-                      "now": "running", "torn": "damaged", "edited": "damaged"}  # fmt: skip
+                      "now": "running", "torn": "damaged", "edited": "damaged", "broken": "damaged"}  # fmt: skip
     lost = found["runs/lost"]
     assert (lost["updates"], lost["seconds"], lost["value"], lost["method"]) == (9, 2.0, 5.5, "ringmaster")
     assert main(["runs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(found)
     assert "runs/torn is damaged: summary.json cannot be read" in lines
+    assert any(line.startswith("runs/broken is damaged: config.yaml is not the configuration") for line in lines)
     assert any(line.split()[:8] == ["runs/a", "finished", "quadratic", "ringmaster", "gap", "3", "1,234", "60.0"]
                for line in lines)  # fmt: skip
 
