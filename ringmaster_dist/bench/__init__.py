@@ -156,10 +156,11 @@ def show(title: str, columns: list[str], rows: list[dict[str, Any]], as_json: bo
         print(json.dumps({"bench": title, "machine": machine(), "rows": rows}))
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from ringmaster_dist.observe.closing import Stdout
+
+    console = Stdout()
     console.width = max(console.width, 110)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:

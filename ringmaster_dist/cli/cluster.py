@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -42,15 +41,16 @@ def _load_cluster(arguments: Namespace, overrides: list[str], *defaults: str) ->
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from ringmaster_dist.observe.closing import Stdout
 
     table = Table(box=box.SIMPLE_HEAD)
     for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
         table.add_row(*row)
-    Console(file=sys.stdout).print(table)
+    Stdout().print(table)
 
 
 def theory_options(parser: Parser) -> None:

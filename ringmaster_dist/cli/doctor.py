@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,9 +52,9 @@ def run_doctor(arguments: Namespace, overrides: list[str]) -> int:
 
 def _show(title: str, findings: Iterable[Finding]) -> bool:
     """Prints each finding when it is made. Returns whether all are ok."""
-    from rich.console import Console
+    from ringmaster_dist.observe.closing import Stdout
 
-    console, good = Console(file=sys.stdout), True
+    console, good = Stdout(), True
     if title:
         console.print(f"[bold]{title}[/bold]", highlight=False)
     for finding in findings:

@@ -11,6 +11,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ringmaster_dist.config.errors import UserError
@@ -73,14 +74,13 @@ class Parser(argparse.ArgumentParser):
                 marked.append(word if value is None else f"{word}={value}")  # a value may begin with a dash
             elif word.startswith("-") and name not in self._switches + self._options:
                 self._refuse("option", name, [*self._options, *self._switches])
+            elif equals and name.replace(".", "_").isidentifier() and not takes_overrides and not Path(word).exists():
+                self._refuse("setting", f"{name}=", [*self._settings, *self._options])
             else:
                 marked.append(word)
         arguments, rest = self.parse_known_intermixed_args(marked)
         if rest and not takes_overrides:
-            name, equals, _ = rest[0].partition("=")
-            if equals:
-                self._refuse("setting", f"{name}=", self._settings)
-            self.error(f"{name!r} is one argument too many")
+            self.error(f"{rest[0]!r} is one argument too many")
         return arguments, rest
 
     def error(self, message: str) -> NoReturn:

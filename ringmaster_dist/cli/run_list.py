@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from ringmaster_dist.observe.run_list import RunLine
 
 _FOLDER = "runs"  # where train and simulate write by default
-_ACTIONS = ("list", "compare", "remove")
+_TAKEN = {  # by each action
+    "list": ("sort", "state", "method", "problem", "limit", "json"),
+    "compare": ("json", "out"),
+    "remove": ("yes",),
+}
 _STATES = ("running", "finished", "stopped", "diverged", "crashed", "damaged")
 _ORDERS = ("changed", "loss", "updates", "time", "name", "state")
 
@@ -25,7 +29,7 @@ _ORDERS = ("changed", "loss", "updates", "time", "name", "state")
 def runs_options(parser: Parser) -> None:
     parser.add_argument("words", metavar="[compare|remove] PATH", nargs="*", default=[],
                         help=f"folders to list (default: {_FOLDER}), or the runs to compare or to remove")  # fmt: skip
-    parser.setting("sort=KEY", f"the order of the list: {', '.join(_ORDERS)}", one_of(*_ORDERS), "changed")
+    parser.setting("sort=KEY", f"the order of the list: {', '.join(_ORDERS)} (default: {_ORDERS[0]})", one_of(*_ORDERS))
     parser.setting("state=STATE", f"list only these runs: {', '.join(_STATES)}", one_of(*_STATES))
     parser.setting("method=NAME", "list only runs of this method")
     parser.setting("problem=NAME", "list only runs of this problem")
@@ -40,7 +44,7 @@ def run_runs(arguments: Namespace, overrides: list[str]) -> int:
 
     Lists the runs in a folder and in the folders inside it, such as those of a multirun. A run is running, finished,
     stopped (by Ctrl+C or SIGTERM), diverged, crashed (its processes are gone, and resume= may continue it) or damaged.
-    Only the summaries and the ends of the metrics are read.
+    Only configurations, summaries and the ends of the metrics are read.
 
       compare RUN RUN ...   shows the configuration keys in which runs differ, and their results
       remove RUN ...        removes runs after a question. A run that is running, and a directory that is not a run, are
@@ -53,8 +57,9 @@ def run_runs(arguments: Namespace, overrides: list[str]) -> int:
       ringmaster runs remove runs/sweep/0 --yes
     """
     action, words = "list", list(arguments.words)
-    if words and words[0] in _ACTIONS:
+    if words and words[0] in _TAKEN:
         action = words.pop(0)
+    _refuse_others(action, arguments)
     paths = [Path(word) for word in words]
     if action == "compare":
         return _compare(paths, arguments.out, as_json=arguments.json)
@@ -63,13 +68,22 @@ def run_runs(arguments: Namespace, overrides: list[str]) -> int:
     return _list(paths or [Path(_FOLDER)], arguments)
 
 
+def _refuse_others(action: str, arguments: Namespace) -> None:
+    """Raises UserError for an option that only another action takes."""
+    for other, names in _TAKEN.items():
+        for name in names:
+            if getattr(arguments, name) and name not in _TAKEN[action]:
+                shown = f"--{name}" if name in ("json", "out", "yes") else f"{name}="
+                raise UserError(f"{shown} has no effect with runs {action}; runs {other} takes it")
+
+
 def _list(folders: list[Path], arguments: Namespace) -> int:
     from ringmaster_dist.observe.run_list import describe, find_runs, in_order
 
     found = [describe(path) for folder in folders for path in find_runs(folder)]
     wanted = {name: getattr(arguments, name) for name in ("state", "method", "problem")}
     found = [line for line in found if all(value in (None, getattr(line, name)) for name, value in wanted.items())]
-    found = in_order(found, arguments.sort)[: arguments.limit]
+    found = in_order(found, arguments.sort or _ORDERS[0])[: arguments.limit]
     if arguments.json:
         print(json.dumps([line.to_json() for line in found], indent=2))
     elif found:
@@ -96,8 +110,9 @@ def _compare(paths: list[Path], out: Path | None, *, as_json: bool) -> int:
     """Shows keys and results in rows, with a column for each run."""
     from ringmaster_dist.config.schema import OF_THE_CALL
     from ringmaster_dist.observe.run_files import RunFiles
-    from ringmaster_dist.observe.run_list import describe, differences, table
+    from ringmaster_dist.observe.run_list import describe, differences, table, without_pages
 
+    paths = without_pages(paths)
     if len(paths) < 2:
         raise UserError("compare needs at least two runs: ringmaster runs compare RUN RUN ...")
     differing = differences([RunFiles(path).config() for path in paths], OF_THE_CALL)

@@ -36,8 +36,9 @@ def run_report(arguments: Namespace, overrides: list[str]) -> int:
       ringmaster report runs/compare/* --out comparison
     """
     from ringmaster_dist.observe.report import FOLDER, write_report
+    from ringmaster_dist.observe.run_list import without_pages
 
-    runs = arguments.run_dirs
+    runs = without_pages(arguments.run_dirs)
     folder = Path(arguments.out or (runs[0] / FOLDER if len(runs) == 1 else FOLDER))
     print("\n".join(str(path) for path in write_report(runs, folder)))
     return 0

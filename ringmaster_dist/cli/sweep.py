@@ -23,6 +23,7 @@ class _Job(NamedTuple):
     overrides: list[str]  # all of them, with the run.dir of the job
     chosen: str  # those that other jobs have otherwise
     directory: Path
+    overwrites: bool
 
 
 def sweep(overrides: list[str], run: Callable[[list[str]], int], config_name: str) -> int:
@@ -33,6 +34,7 @@ def sweep(overrides: list[str], run: Callable[[list[str]], int], config_name: st
     """
     jobs = _jobs(overrides, config_name)
     codes: list[int] = []
+    refused: list[_Job] = []
     for number, job in enumerate(jobs, 1):
         print(f"\njob {number} of {len(jobs)}: {job.chosen}", flush=True)
         try:
@@ -40,14 +42,15 @@ def sweep(overrides: list[str], run: Callable[[list[str]], int], config_name: st
         except (UserError, Mistake) as error:
             print(f"ringmaster: {error}", file=sys.stderr, flush=True)
             codes.append(2)
+            refused.append(job)
         if codes[-1] in STOPPED:
             break
-    _show_outcome(jobs[: len(codes)], len(jobs), draws="run.report=false" not in overrides)
+    _show_outcome(jobs[: len(codes)], refused, len(jobs), draws="run.report=false" not in overrides)
     return codes[-1] if codes[-1] in STOPPED else next((code for code in codes if code), 0)
 
 
 def _jobs(overrides: list[str], config_name: str) -> list[_Job]:
-    """All jobs. No job begins before all are checked."""
+    """All jobs. No job begins before all are checked, and their directories too."""
     given = next((word.partition("=")[2] for word in overrides if word.startswith("run.dir=")), "")
     if any(word.startswith("resume=") for word in overrides) and not ("resume=auto" in overrides and given):
         raise UserError("-m begins new runs; to resume a multirun, give it again with resume=auto and its run.dir")
@@ -62,16 +65,24 @@ def _jobs(overrides: list[str], config_name: str) -> list[_Job]:
         logs = any(word.startswith("logger=") and word != "logger=none" for word in words)
         if logs and not any(word.startswith("logger.group=") for word in words):
             full.append(f"logger.group={parent.name}")
-        to_typed(compose(full, config_name), real_time=config_name == "train")
-        jobs.append(_Job(full, " ".join(chosen), directory))
+        config = to_typed(compose(full, config_name), real_time=config_name == "train")
+        jobs.append(_Job(full, " ".join(chosen), directory, config.run.overwrite))
+    if "resume=auto" not in overrides:
+        from ringmaster_dist.observe.run_directory import refuse_if_used
+
+        for job in jobs:
+            refuse_if_used(job.directory, overwrite=job.overwrites)
     return jobs
 
 
-def _show_outcome(jobs: Sequence[_Job], planned: int, *, draws: bool) -> None:
-    """Prints a table of the jobs that ran, and draws one page of them."""
-    from ringmaster_dist.observe.run_list import describe, table
+def _show_outcome(jobs: Sequence[_Job], refused: Sequence[_Job], planned: int, *, draws: bool) -> None:
+    """Prints a table of the jobs that were tried, and draws one page of them.
 
-    lines = [describe(job.directory) for job in jobs]
+    The directory of a job that was refused may hold another run, which is not shown.
+    """
+    from ringmaster_dist.observe.run_list import RunLine, describe, table
+
+    lines = [RunLine(job.directory, "refused") if job in refused else describe(job.directory) for job in jobs]
     rows = [
         (str(number), job.chosen, line.state, line.result, f"{line.updates:,}", line.time, str(job.directory))
         for number, (job, line) in enumerate(zip(jobs, lines, strict=True), 1)

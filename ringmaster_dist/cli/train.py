@@ -97,10 +97,16 @@ def _train(overrides: list[str]) -> int:
     from ringmaster_dist.config.compose import compose, to_typed
     from ringmaster_dist.config.sizes import refuse_too_many_processes
     from ringmaster_dist.runtime.processes import prepare_fork_server
+    from ringmaster_dist.transport import addresses
 
     if not any(word.startswith("resume=") for word in overrides):
-        # A mistake is reported before a process is started.
-        refuse_too_many_processes(to_typed(compose(overrides, "train"), real_time=True))
+        # A mistake is reported before a process is started, and before there is a run directory.
+        config = to_typed(compose(overrides, "train"), real_time=True)
+        refuse_too_many_processes(config)
+        try:
+            addresses.check(config.server.host, config.server.port)
+        except addresses.AddressError as error:
+            raise UserError(str(error)) from error
         prepare_fork_server()
 
     from ringmaster_dist.cli.runs import open_watcher

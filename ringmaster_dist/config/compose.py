@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -24,7 +26,8 @@ from yaml import YAMLError
 
 from ringmaster_dist.config import recipe
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.overrides import check_forms, first_line, hint, refuse_plus
+from ringmaster_dist.config.keys import WHOLE, own_keys
+from ringmaster_dist.config.overrides import check_forms, first_line, hint, refuse_plus, why_refused
 from ringmaster_dist.config.schema import (
     AUTO,
     BETA,
@@ -37,6 +40,7 @@ from ringmaster_dist.config.schema import (
     SERVER_ETA,
     TEXT_PROBLEMS,
     Config,
+    PhaseConfig,
     suggested_eta,
 )
 from ringmaster_dist.config.sizes import refuse_too_many_simulated
@@ -70,7 +74,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     # A problem of the user's own may take any argument, so Hydra has to add the key.
     words = [word.lstrip("+") for word in overrides]  # `refuse_plus` comes later, so that a typo is named first
     words = [f"++{word}" if word.startswith("problem.args.") else word for word in words]
-    words = [*_companions(words), *map(_with_home, words)]
+    words = [*_companions(words), *map(_as_meant, words)]
     try:
         composed = _compose(words, name)
     except (HydraException, OmegaConfBaseException) as error:
@@ -79,6 +83,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     if unknown:
         raise UserError(unknown)
     refuse_plus(overrides)
+    _refuse_unused(overrides, composed.problem.name)
     if composed.problem.get("path"):  # the run's processes, and a replay, may have another working directory
         composed.problem.path = str(Path(composed.problem.path).resolve())
     for choice in recipe_of(composed, overrides):
@@ -94,10 +99,31 @@ def recipe_of(composed: DictConfig, overrides: Sequence[str]) -> list[recipe.Cho
     return recipe.from_depth(composed, {override.lstrip("+").partition("=")[0] for override in overrides})
 
 
-def _with_home(override: str) -> str:
-    """A shell does not expand ~ after problem.path=, and Hydra does not accept it."""
+def _as_meant(override: str) -> str:
+    """The override with ~ as the home folder, which Hydra does not accept, and with 1e3 as the whole number 1000."""
     key, equals, value = override.partition("=")
-    return f"{key}{equals}{Path.home()}{value[1:]}" if value.startswith("~/") else override
+    if value.startswith("~/"):  # a shell does not expand it after problem.path=
+        return f"{key}{equals}{Path.home()}{value[1:]}"
+    if key in KEYS and KEYS[key].kind == WHOLE and not value.isdecimal():
+        with suppress(ValueError):
+            if (number := float(value)).is_integer():
+                return f"{key}={int(number)}"
+    return override
+
+
+def _parsed_overrides(overrides: Sequence[str]) -> list[Override]:
+    words = [_as_meant(word) for word in overrides]
+    try:
+        return OverridesParser.create().parse_overrides(words)
+    except HydraException as error:
+        raise UserError(why_refused(error, words)) from error
+
+
+def _refuse_unused(overrides: Sequence[str], problem: str) -> None:
+    """Raises `UserError` for an override of a group that only language models have."""
+    for word in overrides:
+        if word.startswith(("model=", "model.", "data=", "data.")) and problem not in TEXT_PROBLEMS:
+            raise UserError(f"{word} has no effect with problem={problem}: add problem=nanochat, or leave it out")
 
 
 def _companions(overrides: Sequence[str]) -> list[str]:
@@ -163,20 +189,16 @@ def continued(directory: Path, overrides: Sequence[str]) -> DictConfig:
     if "simulation" in composed:
         raise UserError(f"resume={directory}: a simulation cannot be resumed; ringmaster simulate plays it again")
     check_forms(overrides, groups())
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        for override in parsed:
-            key = override.get_key_element()
-            if key == "resume":
-                continue
-            if key not in KEYS:
-                raise UserError(f"{key}: there is no such key{hint(key, list(KEYS))}".rstrip("; "))
-            if not _may_change(key):
-                allowed = ", ".join([*(f"{section}.*" for section in _MAY_CHANGE), *OF_A_RESUME])
-                raise UserError(f"{key}: a run is resumed as it began; with resume only {allowed} may change")
-            OmegaConf.update(composed, key, override.value(), force_add=True)
-    except HydraException as error:
-        raise UserError(first_line(error)) from error
+    for override in _parsed_overrides(overrides):
+        key = override.get_key_element()
+        if key == "resume":
+            continue
+        if key not in KEYS:
+            raise UserError(f"{key}: there is no such key{hint(key, list(KEYS))}".rstrip("; "))
+        if not _may_change(key):
+            allowed = ", ".join([*(f"{section}.*" for section in _MAY_CHANGE), *OF_A_RESUME])
+            raise UserError(f"{key}: a run is resumed as it began; with resume only {allowed} may change")
+        OmegaConf.update(composed, key, override.value(), force_add=True)
     _check_schedule(directory, _load(path), composed)
     return composed
 
@@ -264,10 +286,12 @@ def _with_types(composed: DictConfig) -> DictConfig:
 def _where(error: OmegaConfBaseException, composed: DictConfig) -> str:
     """The key that has a value of the wrong type, and what it takes."""
     key = (error.full_key or "").partition("[")[0]
-    if key in KEYS and not isinstance(error, InterpolationResolutionError):
+    if key and isinstance(error, InterpolationResolutionError):
+        return f"{error.full_key}: {first_line(error)}"
+    if key in KEYS:
         return refusal(key, OmegaConf.select(composed, key), KEYS[key])
     if key:
-        return f"{error.full_key}: {first_line(error)}"
+        return _phase_fault(composed) or f"{error.full_key}: {first_line(error)}"
     for key in KEYS:
         inner = [name for name in KEYS if name.rpartition(".")[0] == key]
         if inner and not OmegaConf.is_config(OmegaConf.select(composed, key, default=composed)):
@@ -275,14 +299,28 @@ def _where(error: OmegaConfBaseException, composed: DictConfig) -> str:
     return first_line(error)
 
 
+def _phase_fault(composed: DictConfig) -> str:
+    """A line about the first phase that has an unknown key or a value of the wrong type; empty if there is none.
+
+    OmegaConf's own error does not say which element of the list is wrong.
+    """
+    known = own_keys(PhaseConfig)
+    for index, phase in enumerate(composed.cluster.phases):
+        try:
+            OmegaConf.merge(PhaseConfig, phase)
+        except OmegaConfBaseException as error:
+            key = (error.full_key or "").partition("[")[0]
+            name = f"cluster.phases[{index}].{key}"
+            if key in known:
+                return refusal(name, phase[key], known[key])
+            return f"{name}: there is no such key; known: {', '.join(known)}"
+    return ""
+
+
 def expand(overrides: Sequence[str]) -> list[list[str]]:
     """The combinations of a multirun: ``method=rennala,ringmaster method.eta=0.1,0.2`` are four."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise UserError(first_line(error)) from error
     choices = []
-    for override in parsed:
+    for override in _parsed_overrides(overrides):
         if override.is_sweep_override():
             key = override.get_key_element()
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
@@ -326,10 +364,10 @@ def _command(name: str) -> str:
 
 
 def _explain(error: Exception, overrides: Sequence[str], name: str) -> str:
-    """Why Hydra refused: a key that does not exist, else what Hydra says."""
+    """Why Hydra refused: a key that does not exist, else a word that cannot be read, else what Hydra says."""
     known_groups = groups()
     choices = [word for word in overrides if word.partition("=")[0] in known_groups]
-    return _unknown_key(overrides, _compose(choices, name), name) or first_line(error)
+    return _unknown_key(overrides, _compose(choices, name), name) or why_refused(error, overrides)
 
 
 def _unknown_key(overrides: Sequence[str], composed: DictConfig, name: str) -> str:

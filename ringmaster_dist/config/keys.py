@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+WHOLE = "a whole number"
+_KINDS = {int: WHOLE, float: "a number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,20 @@ def hint(word: str, candidates: Sequence[str]) -> str:
     return f"; did you mean {close[0]}? " if close else "; "
 
 
+def why_refused(error: Exception, overrides: Sequence[str]) -> str:
+    """Why Hydra refused these overrides: one that it cannot read, else what it says."""
+    for word in (word.lstrip("+") for word in overrides):
+        try:
+            OverridesParser.create().parse_override(word)
+        except HydraException:
+            key = word.partition("=")[0]
+            return (
+                f"{word}: a quote or a bracket is not closed, or a character needs quotes inside those of the shell: "
+                f"write \"{key}='...'\""
+            )
+    return first_line(error)
+
+
 def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 

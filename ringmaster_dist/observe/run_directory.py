@@ -40,12 +40,7 @@ class RunDirectory(RunFiles):
     def __init__(self, path: str | None, *, name: str, overwrite: bool = False) -> None:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         super().__init__(Path(path) if path else Path("runs") / f"{stamp}-{name}")
-        present = [item for item in _PRESENT if (self.path / item).exists()]
-        if present and not overwrite:
-            raise RunDirectoryError(
-                f"run.dir={self.path} already holds a run ({present[0]}): choose another run.dir, "
-                "or replace it with run.overwrite=true"
-            )
+        present = refuse_if_used(self.path, overwrite=overwrite)
         if present:
             self.refuse_if_in_use()
         try:
@@ -140,6 +135,17 @@ class RunDirectory(RunFiles):
     def has_sizes(self, sizes: Mapping[str, int]) -> bool:
         """Whether each file is at least as long as it was."""
         return all((self.path / name).is_file() and self.size(name) >= size for name, size in sizes.items())
+
+
+def refuse_if_used(path: Path, *, overwrite: bool) -> list[str]:
+    """The names of a run's files that are in the directory. Raises RunDirectoryError unless they may be replaced."""
+    present = [item for item in _PRESENT if (path / item).exists()]
+    if present and not overwrite:
+        raise RunDirectoryError(
+            f"run.dir={path} already holds a run ({present[0]}): choose another run.dir, "
+            "or replace it with run.overwrite=true"
+        )
+    return present
 
 
 class Lines:

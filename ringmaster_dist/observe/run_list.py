@@ -1,6 +1,6 @@
 """Finds runs, says how each stands in one line, and compares their configurations.
 
-A finished run is described by its summary alone, and another one by its configuration and the end of its metrics. So
+A finished run is described by its summary, and another one by its configuration and the end of its metrics. So
 thousands of runs are listed in seconds. Nothing here writes.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from ringmaster_dist.observe.page_data import flat
 from ringmaster_dist.observe.records import Summary, objective_of
+from ringmaster_dist.observe.report import FOLDER
 from ringmaster_dist.observe.run_files import CONFIG, METRICS, SUMMARY, TRACE, RunDirectoryError, RunFiles
 
 _DEPTH = 4  # folders within folders that are searched
@@ -93,16 +94,22 @@ def _holds_run(folder: Path, names: set[str]) -> bool:
     return bool(names & _OF_A_RUN) or (CONFIG in names and is_run(folder))
 
 
+def without_pages(paths: Sequence[Path]) -> list[Path]:
+    """The paths without the page of a multirun, which a pattern such as runs/compare/* matches too."""
+    return [path for path in paths if path.name != FOLDER or is_run(path)] or list(paths)
+
+
 def describe(path: Path) -> RunLine:
     """How the run in a directory stands. A damaged directory gives a line too."""
     files = RunFiles(path, tolerant=True)
     changed = max(_written(path / name) for name in (CONFIG, METRICS, SUMMARY))
     try:
+        config = files.config()
         if (summary := files.summary()) is not None:
             return _of_summary(path, summary, changed)
         if (path / SUMMARY).exists():
             raise RunDirectoryError(f"{SUMMARY} cannot be read")
-        return _of_files(files, changed)
+        return _of_files(files, config, changed)
     except (RunDirectoryError, OSError, *_WRONG_TYPE) as error:
         reason = f"a value has the wrong type ({error})" if isinstance(error, _WRONG_TYPE) else str(error)
         return RunLine(path, "damaged", reason.removeprefix(f"{path} ").removeprefix(f"{path}/"), changed=changed)
@@ -118,9 +125,8 @@ def _of_summary(path: Path, summary: Summary, changed: float) -> RunLine:
     )  # fmt: skip
 
 
-def _of_files(files: RunFiles, changed: float) -> RunLine:
+def _of_files(files: RunFiles, config: Mapping[str, Any], changed: float) -> RunLine:
     """The line of a run without a summary: it is running, or its process has died."""
-    config = files.config()
     row, evaluation = files.newest_row()
     objective = objective_of(evaluation)
     return RunLine(

@@ -246,7 +246,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
 def _listen(service: Service, config: Config, directory: RunDirectory, token: str) -> Host:
     """Listens at the configured port. Without one, a restarted server takes its earlier port, and another takes any."""
     from ringmaster_dist.transport import AuthenticationFailed
-    from ringmaster_dist.transport.addresses import AddressError
+    from ringmaster_dist.transport.addresses import AddressError, unavailable
     from ringmaster_dist.transport.host import Host
 
     settings, update = config.server, service.core.update
@@ -274,10 +274,7 @@ def _listen(service: Service, config: Config, directory: RunDirectory, token: st
                 log.warning("server: port %d is in use now, so another is used: see <run.dir>/address", port)
                 port = 0
             else:
-                where = f"server.host={settings.host} server.port={port}"
-                raise UserError(
-                    f"{where} cannot be listened on ({error.strerror}): choose another, or server.port=0"
-                ) from error
+                raise UserError(unavailable(settings.host, port, error)) from error
 
 
 def _summary(

@@ -63,6 +63,22 @@ def listen(host: str, port: int) -> socket.socket:
         raise
 
 
+def check(host: str, port: int) -> None:
+    """Raises AddressError if a server cannot listen at this address now."""
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        raise AddressError(unavailable(host, port, error)) from error
+
+
+def unavailable(host: str, port: int, error: OSError) -> str:
+    """Why a server cannot listen at this address, and what to do."""
+    return (
+        f"server.host={host} server.port={port} cannot be listened on ({error.strerror}): choose another, or "
+        "server.port=0"
+    )
+
+
 def published(host: str, port: int) -> str:
     """The address that workers are given for a server that listens at this host and port."""
     if ipaddress.ip_address(resolve(host)[1]).is_unspecified:

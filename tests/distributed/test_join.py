@@ -41,11 +41,11 @@ def ended(process, code, *words):
 @pytest.mark.parametrize(
     ("overrides", "environment", "words"),
     [
-        (["server.host=10.0.0.1", "server.tls=false"], {}, ["server.tls=false with server.host=10.0.0.1", "insecure"]),
+        (["server.host=0.0.0.0", "server.tls=false"], {}, ["server.tls=false with server.host=0.0.0.0", "insecure"]),
         (["cluster.local_workers=5"], {}, ["cluster.local_workers=5: between 0 and cluster.workers=4"]),
         (["server.start_seconds=60"], {}, ["server.start_seconds=60: must be below server.call_seconds=60"]),
-        (["server.host=10.0.0.1"], {"RINGMASTER_TOKEN": "short"}, ["RINGMASTER_TOKEN", "at least 16"]),
-        (["server.host=10.0.0.1"], {"RINGMASTER_TOKEN_FILE": "/no"}, ["token file /no cannot be read"]),
+        (["server.host=0.0.0.0"], {"RINGMASTER_TOKEN": "short"}, ["RINGMASTER_TOKEN", "at least 16"]),
+        (["server.host=0.0.0.0"], {"RINGMASTER_TOKEN_FILE": "/no"}, ["token file /no cannot be read"]),
         (["resume=auto"], {}, ["resume=auto needs run.dir"]),
     ],
 )
@@ -65,11 +65,14 @@ def test_a_server_that_no_worker_could_reach_is_not_started(
 @pytest.mark.parametrize(
     ("host", "words"), [("name.invalid", "cannot be listened on"), ("192.0.2.77", "is not an address of this machine")]
 )
-def test_a_host_that_is_not_here_is_one_line_of_the_server(host, words, tmp_path):
-    with Run(tmp_path / "run", "cluster.local_workers=0", f"server.host={host}") as run:
+@pytest.mark.parametrize("resume", [[], ["resume=auto"]])  # the second is found by the server itself
+def test_a_host_that_is_not_here_is_one_line(host, words, resume, tmp_path):
+    given = ["cluster.local_workers=0", f"server.host={host}", *resume]
+    with Run(tmp_path / "run", *given, *([*QUICK, f"run.dir={tmp_path}/run"] if resume else [])) as run:
         code, _, errors = run.wait()
     (line,) = errors.splitlines()
     assert (code, f"server.host={host}" in line, words in line) == (2, True, True)
+    assert resume or not (tmp_path / "run").exists()  # so that the corrected command can begin
 
 
 def test_two_terminals_on_one_machine_tell_what_happens(tmp_path):

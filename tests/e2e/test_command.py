@@ -61,11 +61,12 @@ def test_every_command_has_a_help_text_and_needs_no_torch_for_it():
         assert word in done.stdout
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure():
+@pytest.mark.parametrize("words", [["--help"], ["advise", "times=1,2"]])  # a plain text, and a table
+def test_a_reader_that_has_seen_enough_is_no_failure(words):
     reading, writing = os.pipe()
     os.close(reading)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-m", "ringmaster_dist", "--help"]
+    command = [sys.executable, "-m", "ringmaster_dist", *words]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")

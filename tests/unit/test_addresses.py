@@ -51,3 +51,12 @@ def test_every_interface_is_published_as_one_address():
 def test_the_address_of_another_machine_is_refused():
     with pytest.raises(addresses.AddressError, match="not an address of this machine"):
         addresses.listen("192.0.2.77", 0)
+
+
+def test_an_address_can_be_checked_before_a_server_listens_there():
+    with addresses.listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(addresses.AddressError, match=f"server.port={port} cannot be listened on .*in use"):
+            addresses.check("127.0.0.1", port)
+    addresses.check("127.0.0.1", port)
+    addresses.listen("127.0.0.1", port).close()  # the check leaves nothing behind

@@ -31,8 +31,10 @@ from ringmaster_dist.config.schema import KEYS, Config
 from ringmaster_dist.config.sizes import refuse_too_many_processes
 from ringmaster_dist.problems.quadratic import Quadratic
 
+CHOICES = [f"{group}={option}" for group, options in groups().items() for option in options]
 
-@pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in groups().items() for option in options])
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if not choice.startswith(("model=", "data="))])
 def test_every_choice_composes_and_builds(choice, nanochat):
     of_depth = [f"problem.path={nanochat}", "model.depth=2", "model.sequence_len=64"]
     needed = {"problem=python": ["problem.target=tests.unit.test_config:own", "problem.args.dim=7"],
@@ -53,6 +55,12 @@ def own(seed, device, dim):
 def test_every_model_can_be_made(model):
     built = build_model_config(load(["problem=nanochat", f"model={model}"]))
     assert built.n_layer in (1, 4, 6, 12)
+
+
+@pytest.mark.parametrize("data", groups()["data"])
+def test_every_corpus_composes(data):
+    path = ["data.path=my.txt"] if data == "text" else []
+    assert load(["problem=nanochat", f"data={data}", *path]).data.name == data
 
 
 def test_the_groups_agree_with_the_names_in_the_code():
@@ -127,6 +135,11 @@ def test_printed_configuration_loads_back():
         (["problem=nanochat", "model.vocab_size=100"], ["model.vocab_size=100", "260"]),
         (["problem=nanochat", "model.window_pattern=XL"], ["model.window_pattern=XL"]),
         (["problem=nanochat", "data=text"], ["data.path"]),
+        (["model=nanochat_d6"], ["model=nanochat_d6 has no effect with problem=quadratic: add problem=nanochat"]),
+        (["model=nanochat_depth", "model.depth=4"], ["model=nanochat_depth has no effect with problem=quadratic"]),
+        (["model.n_layer=2"], ["model.n_layer=2 has no effect with problem=quadratic: add problem=nanochat"]),
+        (["data=climbmix"], ["data=climbmix has no effect with problem=quadratic: add problem=nanochat"]),
+        (["problem=python", "problem.target=a:b", "data=text"], ["data=text has no effect with problem=python"]),
         (["problem=nanochat_checkout"], ["problem.path", "folder"]),
         (["problem=nanochat_checkout", "problem.path=a", "model=nanochat_d6"], ["model=nanochat_d6", "nanochat_depth"]),
         (["problem=nanochat_checkout", "problem.path=a", "data.path=b"], ["data.path"]),
@@ -183,9 +196,17 @@ def test_printed_configuration_loads_back():
         (["cluster.unit_seconds=0"], ["cluster.unit_seconds=0"]),
         (["cluster.phases=[{start_seconds: 1, rate: -1}]"], ["cluster.phases[0].rate=-1"]),
         (["cluster.phases=[{start_seconds: 1, workers: [64]}]"], ["64", "0 to 63"]),
-        (["cluster.phases=[{when: 1}]"], ["when"]),
+        (["cluster.phases=[{rate: 1}, {start: 1}]"], ["cluster.phases[1].start: there is no such key; known: start_s"]),
+        (["cluster.phases=${no.such}"], ["cluster.phases", "no.such"]),
+        (["cluster.phases=[{start_seconds: x}]"], ["cluster.phases[0].start_seconds=x: must be a number"]),
+        (["cluster.phases=[{workers: [0, a]}]"], ["cluster.phases[0].workers=", "must be a list of whole numbers"]),
+        (["cluster.phases=[{rate: ${no.such}}]"], ["cluster.phases[0].rate", "no.such"]),
+        (["run.dir='a"], ["run.dir='a: a quote or a bracket is not closed", "write \"run.dir='...'\""]),
+        (["run.dir=[a"], ["run.dir=[a: a quote or a bracket is not closed"]),
+        (["run.dir=a=b"], ["run.dir=a=b: ", "a character needs quotes"]),
         (["budget.seconds=null"], ["budget.updates", "never end"]),
         (["budget.updates=0"], ["budget.updates=0"]),
+        (["budget.updates=1e-3"], ["budget.updates=0.001", "a whole number"]),
         (["problem.dim=0"], ["problem.dim=0"]),
         (["problem.noise=-1"], ["problem.noise=-1"]),
         (["geometry.matrix=nuclear"], ["geometry.matrix=nuclear", "spectral"]),
@@ -223,6 +244,20 @@ def test_mistakes_are_reported_in_one_line(overrides, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
+    config = load(["budget.updates=1e3", "method.threshold=2.0", "run.seed=12345678901234567891"])
+    assert (config.budget.updates, config.method.threshold) == (1000, 2)
+    assert config.run.seed == 12345678901234567891  # which a float would round
+    (tmp_path / "config.yaml").write_text(annotated(compose([], "train")) + "\n")
+    assert continued(tmp_path, ["budget.updates=1e3"]).budget.updates == 1000
+    assert expand(["budget.updates=1e3"]) == [["budget.updates=1000"]]
+
+
+def test_a_word_that_hydra_cannot_read_is_named():
+    with pytest.raises(UserError, match=re.escape("run.tag='b: a quote or a bracket is not closed")):
+        expand(["method.eta=1,2", "problem.path=~/nanochat", "run.tag='b"])
 
 
 def test_more_workers_than_the_memory_holds_are_refused():

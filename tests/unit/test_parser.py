@@ -34,6 +34,13 @@ def test_options_settings_and_overrides_may_be_mixed(parser):
     assert (arguments.rates, arguments.loud, arguments.text) == ([1.0, 2.5], True, "-5 port=3")
 
 
+def test_a_path_may_contain_an_equals_sign(parser, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parser.read(["runs/eta=1"], takes_overrides=False)[0].run_dir == Path("runs/eta=1")
+    Path("eta=1").mkdir()
+    assert parser.read(["eta=1"], takes_overrides=False)[0].run_dir == Path("eta=1")
+
+
 def test_what_is_not_given_has_its_default(parser):
     arguments, overrides = parser.read(["port"], takes_overrides=False)  # a setting has a value, this is a directory
     assert (arguments.run_dir, arguments.rows, arguments.port, overrides) == (Path("port"), 5, 0, [])
@@ -50,7 +57,10 @@ def test_what_is_not_given_has_its_default(parser):
         (["x", "--rows=1.5"], "--rows=1.5: must be a whole number of at least 1"),
         (["x", "port=10"], "port=10: must be a whole number of at least 0 and at most 9"),
         (["x", "rates=1,nan"], "rates=1,nan: must be a number of at least 0"),
-        (["x", "prt=1"], "there is no setting prt=; did you mean port=? known: port=, rates=; see ringmaster play"),
+        (["x", "prt=1"], "there is no setting prt=; did you mean port=? known: port=, rates=, --text, --rows; see"),
+        (["prt=1"], "there is no setting prt=; did you mean port=? known: port="),
+        (["x", "method.eta=1"], "there is no setting method.eta=; known: port="),
+        (["x", "rows=1"], "there is no setting rows=; did you mean --rows? known: port="),
         (["x", "y"], "'y' is one argument too many; usage: ringmaster play"),
     ],
 )

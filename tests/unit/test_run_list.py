@@ -9,6 +9,7 @@ import time
 import pytest
 
 from ringmaster_dist.cli.main import main
+from ringmaster_dist.observe import report
 
 CONFIG = """method: {name: NAME, eta: 0.1}
 problem: {name: quadratic}
@@ -44,6 +45,8 @@ def runs(tmp_path, monkeypatch):
     make(folder / "torn", ended="budget", updates=1)
     (folder / "torn/summary.json").write_text('{"updates": 1')
     make(folder / "edited", gap="low", ended="budget", updates=1)
+    make(folder / "broken", gap=3.0, ended="budget", updates=1)
+    (folder / "broken/config.yaml").write_text("method: {name: ringm")
     (folder / "other").mkdir()
     (folder / "other/config.yaml").write_text("colour: red\n")  # another program's
     return folder
@@ -59,13 +62,14 @@ def test_each_run_has_one_line_with_its_state(runs, capsys):
     found = {line["path"]: line for line in listed(capsys)}
     states = {name.removeprefix("runs/"): line["state"] for name, line in found.items()}
     assert states == {"a": "finished", "sweep/0": "stopped", "sweep/1": "diverged", "lost": "crashed",
-                      "now": "running", "torn": "damaged", "edited": "damaged"}  # fmt: skip
+                      "now": "running", "torn": "damaged", "edited": "damaged", "broken": "damaged"}  # fmt: skip
     lost = found["runs/lost"]
     assert (lost["updates"], lost["seconds"], lost["value"], lost["method"]) == (9, 2.0, 5.5, "ringmaster")
     assert main(["runs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(found)
     assert "runs/torn is damaged: summary.json cannot be read" in lines
+    assert any(line.startswith("runs/broken is damaged: config.yaml is not the configuration") for line in lines)
     assert any(line.split()[:8] == ["runs/a", "finished", "quadratic", "ringmaster", "gap", "3", "1,234", "60.0"]
                for line in lines)  # fmt: skip
 
@@ -95,6 +99,38 @@ def test_a_comparison_shows_the_keys_that_differ_and_the_results(runs, capsys):
     for words in (["runs/a"], ["runs/a", "runs/torn"], ["runs/a", "runs/other"]):
         assert main(["runs", "compare", *words]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stat=crashed"], "there is no setting stat=; did you mean state=?"),
+        (["--out", "x"], "--out has no effect with runs list; runs compare takes it"),
+        (["compare", "runs/a", "runs/sweep/0", "sort=loss"], "sort= has no effect with runs compare; runs list"),
+        (["remove", "runs/a", "limit=1"], "limit= has no effect with runs remove; runs list takes it"),
+        (["compare", "runs/a", "runs/sweep/0", "--yes"], "--yes has no effect with runs compare; runs remove"),
+    ],
+)
+def test_a_word_without_effect_is_refused(runs, capsys, words, said):
+    assert main(["runs", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"ringmaster: {said}")
+
+
+def test_the_page_of_a_multirun_is_not_taken_for_a_run(runs, capsys, monkeypatch):
+    """A shell gives it too for runs/sweep/*. A run of this name counts, and the page alone is a mistake."""
+    monkeypatch.setattr(report, "draw", lambda data, folder: [])
+    (runs / "sweep/report").mkdir()
+    paths = [str(path) for path in sorted((runs / "sweep").iterdir())]
+    assert main(["runs", "compare", *paths]) == 0
+    assert "[3]" not in capsys.readouterr().out
+    assert main(["report", *paths, "--out", "out"]) == 0
+    assert (runs.parent / "out/report.html").exists()
+    assert main(["report", "runs/sweep/report"]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    (runs / "sweep/report").rmdir()
+    make(runs / "sweep/report", gap=3.0, ended="budget")
+    assert main(["runs", "compare", *paths]) == 0
+    assert "[3] runs/sweep/report" in capsys.readouterr().out.replace(f"{runs.parent}/", "")
 
 
 def test_only_runs_that_are_over_are_removed_and_only_their_own_files(runs, capsys):
@@ -139,6 +175,24 @@ def test_a_multirun_names_its_jobs_and_ends_with_a_table_and_a_page(tmp_path, mo
     assert rows[3].endswith(f"runs/{folder.name}/3")
     labels = re.findall(r'"label":"(method=\w+),[^"]*(eta=[^",]+)', (folder / "report/report.html").read_text())
     assert [" method.".join(label) for label in labels] == [" ".join(row.split()[1:3]) for row in rows]
+
+
+def test_a_multirun_does_not_show_the_runs_of_another_one(tmp_path, monkeypatch, capsys):
+    """All directories are checked before the first job. A job that is refused later has no result."""
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "m/1", gap=3.0, ended="budget", updates=1234)
+    words = ["simulate", "-m", *SMALL, "method.eta=0.1,0.2", "run.dir=m", "run.report=false"]
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("ringmaster: run.dir=m/1 already holds a run")
+    assert not (tmp_path / "m/0").exists()
+    (tmp_path / "m/0").write_text("")  # not a directory, which is found when the job begins
+    assert main([*words, "run.overwrite=true"]) == 2
+    rows = capsys.readouterr().out.partition("all 2 jobs\n")[2].splitlines()[1:]
+    assert rows[0].split() == ["1", "method.eta=0.1", "refused", "0", "m/0"]
+    assert rows[1].split()[:3] == ["2", "method.eta=0.2", "finished"]
+    assert "1,234" not in rows[1]
 
 
 def test_several_values_without_multirun_say_what_to_do(capsys):
