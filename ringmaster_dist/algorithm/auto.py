@@ -13,9 +13,13 @@ the delays that are accepted.
 
 Near a minimum this is not enough. There an iterate with late gradients runs past the minimum and back, for ever, and
 noise hides how gradients differ. But then gradients half an oscillation apart point against each other. While some
-octave does so, only delays at which gradients agree almost as well as neighbours are accepted.
+octave does so beyond doubt, only delays at which gradients agree almost as well as neighbours are accepted.
 
 The step of a gradient is ``eta / sqrt(1 + delay)``, because the eta of Theorem 1 falls with the square root of R.
+
+R falls as soon as it has to, and rises slowly. After a pause without a reason against it, R may double. If R has to
+fall after such a rise, the next pauses are twice as long. Otherwise R would rise near a minimum, where noise hides how
+gradients differ, and the iterate would oscillate again and again.
 
 Only accepted gradients and their versions count, so a replay of the same arrivals chooses the same thresholds. From one
 update to the next R grows by at most 1, so a stale gradient stays stale. It may fall by any amount.
@@ -42,8 +46,10 @@ ALMOST = 0.9  # of the cosine of neighbours, which an oscillating iterate needs
 _LEAST_DIFFERENCE = 1e-4  # neighbours that differ by less are taken to differ by this much
 _OCTAVES = 14  # distances of up to 2**14 - 1 versions are measured
 _MEMORY = 100  # a mean difference is over about this many gradients
+_DOUBT = 3.0  # standard errors by which the cosine of gradients against each other has to be below zero
 _CHOOSE_EVERY = 10  # updates
 _LEAST_WEIGHT = 0.1  # of a mean, before it counts: about 10 gradients
+_FIRST_PAUSE = 20  # updates before a threshold that has fallen may rise
 
 
 class _Kept(NamedTuple):
@@ -52,6 +58,42 @@ class _Kept(NamedTuple):
     number: int  # of the gradient among the accepted ones
     version: int  # at which it was computed
     sketch: Sketch
+
+
+class _Average:
+    """The mean of about the last `_MEMORY` numbers, in which older ones weigh less, and its standard error."""
+
+    __slots__ = ("square", "total", "weight", "weight_square")
+
+    def __init__(self) -> None:
+        self.total = self.square = 0.0  # of the numbers and of their squares, times their weights
+        self.weight = self.weight_square = 0.0  # the sum of the weights, and of their squares
+
+    def add(self, number: float) -> None:
+        self.total += (number - self.total) / _MEMORY
+        self.square += (number * number - self.square) / _MEMORY
+        self.weight += (1.0 - self.weight) / _MEMORY
+        self.weight_square = (1.0 - 1.0 / _MEMORY) ** 2 * self.weight_square + 1.0 / _MEMORY**2
+
+    @property
+    def mean(self) -> float:
+        """NaN before about ten numbers."""
+        return self.total / self.weight if self.weight >= _LEAST_WEIGHT else math.nan
+
+    @property
+    def error(self) -> float:
+        """Of the mean, if there is one."""
+        variance = max(0.0, self.square / self.weight - (self.total / self.weight) ** 2)
+        return math.sqrt(variance * self.weight_square) / self.weight
+
+    def state(self) -> list[float]:
+        return [self.total, self.square, self.weight, self.weight_square]
+
+    @classmethod
+    def of_state(cls, state: Sequence[float]) -> _Average:
+        average = cls()
+        average.total, average.square, average.weight, average.weight_square = state
+        return average
 
 
 class AutoThreshold(Method):
@@ -65,10 +107,12 @@ class AutoThreshold(Method):
         self._sketcher = None if layout is None else Sketcher(layout, seed)
         self._threshold = math.inf
         self._target = math.inf  # the threshold falls to it at once, and rises to it by 1 per update
+        self._pause = _FIRST_PAUSE  # updates before the target may rise
+        self._may_rise_at = 0  # this many updates
+        self._has_risen = False  # whether the last change of the target was a rise
         self._updates = 0
         self._kept: list[_Kept] = []  # the newest last; the older, the fewer
-        self._means = [0.0] * _OCTAVES  # of the differences by octave, times the weight
-        self._weights = [0.0] * _OCTAVES  # of the means: from 0 without a gradient to 1 after many
+        self._differences = [_Average() for _ in range(_OCTAVES)]
         self._changes: list[Change] = []
 
     def threshold(self, version: int) -> float:
@@ -100,8 +144,7 @@ class AutoThreshold(Method):
             if octave < _OCTAVES:
                 by_octave.setdefault(octave, []).append(difference(sketch, kept.sketch))
         for octave, found in by_octave.items():
-            self._means[octave] += (sum(found) / len(found) - self._means[octave]) / _MEMORY
-            self._weights[octave] += (1.0 - self._weights[octave]) / _MEMORY
+            self._differences[octave].add(sum(found) / len(found))
 
     def _keep(self, new: _Kept) -> None:
         """Adds a gradient. Of those that are 2**n to 2**(n + 1) - 1 gradients old, two are kept."""
@@ -109,12 +152,9 @@ class AutoThreshold(Method):
         self._kept.append(new)
 
     def _choose(self) -> None:
-        means = [
-            mean / weight if weight >= _LEAST_WEIGHT else math.nan
-            for mean, weight in zip(self._means, self._weights, strict=True)
-        ]
+        means = [average.mean for average in self._differences]
         neighbours = max(means[0], _LEAST_DIFFERENCE) if not math.isnan(means[0]) else math.inf
-        against = next((octave for octave, mean in enumerate(means) if mean > 1 + AGAINST), None)
+        against = next((octave for octave, mean in enumerate(means) if self._is_against(octave, mean)), None)
         for octave in range(1, _OCTAVES):
             ratio = means[octave] / neighbours
             apart = f"gradients that are {_versions(octave)} versions apart"
@@ -130,25 +170,43 @@ class AutoThreshold(Method):
                 return
         self._aim(math.inf, f"gradients differ at most {TOO_DIFFERENT} times as much as neighbours at any distance")
 
-    def _aim(self, target: float, reason: str) -> None:
-        if target != self._target:
-            self._target = target
-            self._changes.append(Change(self._updates, None if math.isinf(target) else int(target), reason))
+    def _is_against(self, octave: int, difference: float) -> bool:
+        """Whether gradients that are so far apart point against each other, beyond doubt."""
+        return difference > 1 + AGAINST and difference > 1 + _DOUBT * self._differences[octave].error
+
+    def _aim(self, wanted: float, reason: str) -> None:
+        """Lowers the target to what is wanted, or brings it nearer if a rise is due."""
+        if wanted == self._target or (wanted > self._target and self._updates < self._may_rise_at):
+            return
+        self._has_risen, had_risen = wanted > self._target, self._has_risen
+        if self._has_risen:
+            doubled = 2 * self._target + 1
+            if doubled < min(wanted, 2**_OCTAVES):
+                wanted, reason = doubled, f"{reason}; the threshold rises step by step"
+        elif had_risen:
+            self._pause *= 2
+        self._target = wanted
+        self._may_rise_at = self._updates + self._pause
+        self._changes.append(Change(self._updates, None if math.isinf(self._target) else int(self._target), reason))
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "threshold": None if math.isinf(self._threshold) else self._threshold,
             "target": None if math.isinf(self._target) else self._target,
+            "pause": self._pause,
+            "may_rise_at": self._may_rise_at,
+            "has_risen": self._has_risen,
             "updates": self._updates,
-            "means": list(self._means),
-            "weights": list(self._weights),
+            "differences": [average.state() for average in self._differences],
             "kept": [[kept.number, kept.version, _text_of(kept.sketch)] for kept in self._kept],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._threshold = math.inf if state["threshold"] is None else state["threshold"]
         self._target = math.inf if state["target"] is None else state["target"]
-        self._updates, self._means, self._weights = state["updates"], list(state["means"]), list(state["weights"])
+        self._pause, self._may_rise_at, self._has_risen = state["pause"], state["may_rise_at"], state["has_risen"]
+        self._updates = state["updates"]
+        self._differences = [_Average.of_state(numbers) for numbers in state["differences"]]
         self._kept = [_Kept(number, version, _sketch_of(text)) for number, version, text in state["kept"]]
 
 

@@ -1,8 +1,8 @@
 """Who reaches a target loss first: tunes contenders, drops hopeless settings early, and runs the winners again.
 
 One rule holds for every contender of a cell. In cells whose runs take long, each setting gets a first look, a part of
-the budget, and the best third, and at least two, run the whole budget. Elsewhere all settings do. The setting that
-reaches the target first runs again with other seeds.
+the budget, and the best third, and at least two, run the whole budget. Elsewhere all settings do, with three seeds. The
+setting that reaches the target first, by the median of its seeds, runs again with other seeds.
 
 The target of a cell is the lowest loss that any contender without an automatic choice has at two thirds of the budget.
 So the best of the others reaches it, and the automatic contenders have no part in setting it.
@@ -47,7 +47,7 @@ def run(plan: Machines, folder: Path, jobs: int, progress: Progress = lambda fra
     costs = {cell.name: cell.cost for cell in plan.cells}
     weights = [
         SHORT * sum(costs[job.regime] for job in looked_at),
-        sum(cell.cost * cell.num_whole(name) for cell, name in pairs),
+        sum(cell.cost * cell.num_whole(name) * len(cell.tuning_seeds) for cell, name in pairs),
         sum(cell.cost * plan.seeds for cell, _ in pairs),
     ]
     whole = with_estimate(progress)
@@ -61,7 +61,12 @@ def run(plan: Machines, folder: Path, jobs: int, progress: Progress = lambda fra
 
     with processes(jobs) as pool:
         first = play_all(looked_at, folder, pool, stage(0, "first look"), cost)
-        kept = [job for cell, name in pairs for job in _survivors(cell, name, first)]
+        kept = [
+            job._replace(seed=seed)
+            for cell, name in pairs
+            for job in _survivors(cell, name, first)
+            for seed in cell.tuning_seeds
+        ]
         tuning = play_all(kept, folder, pool, stage(1, "tuning"), cost)
         winners = {}
         for cell in plan.cells:
@@ -83,8 +88,17 @@ def _survivors(cell: Cell, contender: str, looks: Iterable[Result]) -> list[Job]
 def _winners(cell: Cell, tuning: list[Result]) -> dict[tuple[str, str], Job]:
     """The setting of every contender that reaches the target first, or else comes nearest to it."""
     goal = target(cell, tuning)
-    ranked = sorted(tuning, key=lambda r: (seconds_to(r.curve, goal), last(r.curve)))
-    return {(cell.name, name): next(r.job for r in ranked if r.job.method == name) for name in cell.grids}
+    by_setting: dict[Job, list[Result]] = {}
+    for result in tuning:
+        by_setting.setdefault(result.job._replace(seed=0), []).append(result)
+
+    def rank(job: Job) -> tuple[float, float]:
+        results = by_setting[job]
+        return (statistics.median_high(seconds_to(r.curve, goal) for r in results),
+                statistics.median_high(last(r.curve) for r in results))  # fmt: skip
+
+    ranked = sorted(by_setting, key=rank)
+    return {(cell.name, name): next(job for job in ranked if job.method == name) for name in cell.grids}
 
 
 def target(cell: Cell, results: Iterable[Result]) -> float:

@@ -103,6 +103,26 @@ def test_a_stale_gradient_stays_stale(parts):
     assert all(threshold >= 1 for threshold in thresholds)
 
 
+def test_the_threshold_rises_slowly_and_more_slowly_after_each_fall():
+    method, version = AutoThreshold(Constant(0.1, 0.05), LAYOUT), 0
+    shortest = []  # pause before a rise, after each fall
+    for part in range(3):
+        for period, noise, updates in ((20, 0.1, 300), (1e5, 3.0, 900)):  # it turns quickly, then noise hides all
+            for gradient in itertools.islice(turning(period, noise, part, version), updates):
+                method.inspect(gradient, version)
+                version += 1
+            changes = [(change.version, change.threshold) for change in method.changes()]
+            if noise == 0.1:
+                assert method.threshold(version) <= 3
+                fallen = changes[-1]
+                continue
+            steps = list(itertools.pairwise((fallen, *changes)))
+            assert len(steps) >= 3
+            assert all(later[1] in (2 * earlier[1] + 1, None) for earlier, later in steps)
+            shortest.append(min(later[0] - earlier[0] for earlier, later in steps))
+    assert shortest == [20, 40, 80]
+
+
 @given(st.integers(0, 120), st.sampled_from([10, 50, 1e4]), st.integers(0, 20))
 @settings(max_examples=20, deadline=None)
 def test_the_threshold_continues_exactly_from_its_saved_state(saved_at, period, most_delay):

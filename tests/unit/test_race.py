@@ -82,7 +82,8 @@ def test_the_best_third_and_at_least_two_run_the_whole_budget(played, tmp_path):
     assert {job.seed for job in final} == {1, 2}
     stages.clear()
     race.run(machines("full", 2)._replace(cells=(cell._replace(is_long=False),)), tmp_path, 1)
-    assert [len(stage) for stage in stages] == [0, 10 + 1 + 5, 2 * 3]  # where runs are quick, none is dropped
+    assert [len(stage) for stage in stages] == [0, 3 * (10 + 1 + 5), 2 * 3]
+    assert {job.seed for job in stages[1]} == {0, 10, 11}  # where runs are quick, none is dropped
 
 
 @pytest.mark.parametrize(("speed", "words"), [(1 / 1.04, "1.04 |"), (0.9, "1.11 **fails**"), (0.5, "never **fails**")])
