@@ -1,3 +1,3 @@
 """Asynchronous Muon, and every other LMO-based optimizer, on machines of unequal speed."""
 
-__version__ = "0.3.0"
+__version__ = "1.0.0"
