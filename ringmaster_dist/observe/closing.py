@@ -44,7 +44,7 @@ def print_summary(console: Console, files: RunFiles, summary: Summary) -> None:
     say(
         f"[bold]{summary.method}[/bold] on {number} {'simulated' if virtual else 'real'} worker{'s' * (number != 1)}"
         + (f" ({restarts} restarted)" if restarts else "")
-        + f", {summary.profile} delays"
+        + (f", {summary.profile} delays" if summary.profile != "none" else ", each at its own speed")
     )
     _print_evaluation(say, files, summary)
     if summary.diverged:

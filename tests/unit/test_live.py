@@ -141,7 +141,7 @@ def test_the_closing_table_is_measured_and_says_how_to_resume(tmp_path):
     screen = io.StringIO()
     print_summary(Console(file=screen, width=200), RunFiles(tmp_path), summary)
     shown = screen.getvalue()
-    assert "on 1 real worker (1 restarted), none delays" in shown
+    assert "on 1 real worker (1 restarted), each at its own speed" in shown
     assert "s/push is the measured time of 8 local steps" in shown
     assert f"stopped early by you; continue with ringmaster train resume={tmp_path}" in shown
     row = next(text.split() for text in shown.splitlines() if " cpu " in text)
