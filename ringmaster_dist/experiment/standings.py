@@ -191,7 +191,7 @@ def draw(race: Race, folder: Path) -> Path:
 
     problems = list(dict.fromkeys(cell.problem for cell in race.plan.cells))
     rows = list(dict.fromkeys((cell.workers, cell.speeds) for cell in race.plan.cells))
-    figure = style.figure(1.8 + 3.6 * len(problems), 1.9 + 0.36 * len(rows))
+    figure = style.figure(max(8.4, 1.8 + 3.6 * len(problems)), 1.9 + 0.36 * len(rows))  # the legend needs 8
     axes = figure.subplots(1, len(problems), sharey=True, squeeze=False)
     automatic = [name for name in AUTOMATIC if any(name in cell.grids for cell in race.plan.cells)]
     for axis, problem in zip(axes[0], problems, strict=True):
