@@ -11,8 +11,8 @@ WAITS_IN_CPP = """
 import torch
 from ringmaster_dist.signals import Stopped, raise_when_stopped
 raise_when_stopped()
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     torch.futures.Future().wait()  # nobody sets it, and no handler in Python runs meanwhile
 except Stopped:
     torch.futures.Future().wait()  # the signal was early
