@@ -31,8 +31,8 @@ def run_train(arguments: Namespace, overrides: list[str]) -> int:
     directory, which ringmaster replay RUN_DIR then verifies.
 
       resume=RUN_DIR     resume a run that was stopped, or lost its machine, from its newest good checkpoint. The
-                         configuration is the run's own. budget.*, cluster.*, server.*, worker.*, checkpoint.*, logger.*,
-                         run.report and watch* may be given again, except cluster.batch*, cluster.threads and
+                         configuration is the run's own. budget.*, cluster.*, server.*, worker.*, checkpoint.*,
+                         logger.*, run.report and watch* may be given again, except cluster.batch*, cluster.threads and
                          server.compute_threads (the bits depend on them), and budget.updates if step sizes depend on
                          it (method.warmup, method.decay, theory). In that case, train the weights further in a new run
                          with init=RUN_DIR.
