@@ -16,7 +16,7 @@ from ringmaster_dist.experiment.runner import Outcome, Result
 from ringmaster_dist.observe import style
 
 _COLOURS = {"ringmaster": "C0", "ringmaster_agnostic": "C1", "rennala": "C2", "delay_adaptive": "C3", AUTO: "C4",
-            EVERY_ETA: "C7", "synchronous": "C5", "asynchronous": "C6", RADII: "C0", ONE_ETA: "C1",
+            EVERY_ETA: "C4", "synchronous": "C5", "asynchronous": "C6", RADII: "C0", ONE_ETA: "C1",
             BASELINE: "C3"}  # fmt: skip
 _TITLES = {CHANGE: "12 of 16 slow down at 200 s", "sequential": "one worker", "delayed": "8 workers, linear delays"}
 
@@ -141,8 +141,8 @@ def draw(
             seconds = np.array([time for time, _ in min(curves, key=len)])
             values = np.array([np.interp(seconds, *np.array(curve).T) for curve in curves])  # (seeds, seconds)
             words = choice_of(outcome.winners[regime, method], plan.grids[method])
-            axis.plot(seconds, np.median(values, axis=0), color=_COLOURS.get(method), label=f"{method} ({words})")
-            axis.fill_between(seconds, values.min(0), values.max(0), color=_COLOURS.get(method), alpha=0.2, linewidth=0)
+            axis.plot(seconds, np.median(values, axis=0), color=_COLOURS[method], label=f"{method} ({words})")
+            axis.fill_between(seconds, values.min(0), values.max(0), color=_COLOURS[method], alpha=0.2, linewidth=0)
         known = {**_TITLES, **{geometry: f"geometry={geometry}" for geometry in GEOMETRIES}}
         axis.set_title(known.get(regime, _title(regime) if "-" in regime else f"{regime} delays"))
         axis.set_xlabel("virtual seconds")

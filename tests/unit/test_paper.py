@@ -8,6 +8,7 @@ import pytest
 
 from ringmaster_dist.config.compose import load
 from ringmaster_dist.experiment import claims, curves, gaps, plan, results, runner
+from ringmaster_dist.observe import style
 from ringmaster_dist.observe.run_directory import RunDirectory
 from ringmaster_dist.simulation.session import simulate
 
@@ -143,3 +144,12 @@ def test_verdicts():
         ("linear", 1.2, "holds: 1.20 x rennala"), ("linear", 0.7, "**fails**"),
     ]:  # fmt: skip
         assert claims.ratio(regime, {**equal, "ringmaster": [own]}).startswith(verdict)
+
+
+@pytest.mark.parametrize(
+    "made", [plan.quadratic("full", 1), plan.nanochat("cpu", 1), plan.auto("full", 1), plan.radii("full", 1),
+             plan.steps("full", 1)], ids=lambda made: made.name)  # fmt: skip
+def test_no_two_lines_of_a_figure_look_the_same(made):
+    """A number beyond the colours begins again with the first colour."""
+    places = {int(results._COLOURS[method].removeprefix("C")) % len(style.LINES) for method in made.grids}
+    assert len(places) == len(made.grids)
