@@ -9,6 +9,7 @@ Each result is a file that appears whole, so a plan that was interrupted at any 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import tempfile
@@ -191,6 +192,7 @@ def _play(job: Job, folder: Path) -> None:
     from ringmaster_dist.simulation.session import simulate
 
     torch.set_num_threads(1)
+    logging.getLogger("ringmaster_dist").setLevel(logging.ERROR)  # a setting that diverges is a result, not a warning
     make_core = partial(_baseline, job.rates) if job.rates else build_core
     with tempfile.TemporaryDirectory() as scratch:
         directory = RunDirectory(scratch, name="experiment")
