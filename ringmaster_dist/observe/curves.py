@@ -14,6 +14,7 @@ from ringmaster_dist.observe.run_files import Recording
 
 _POINTS = 400  # of a curve
 _BINS = 120  # of time, for rates and delays
+_FAR_ABOVE = 3  # times the largest delay: a threshold beyond that is not drawn
 _BARS = 48  # of a histogram
 _WORKER_LINES = 7  # of a figure with a line for each worker
 
@@ -120,10 +121,14 @@ def _rates_of_rows(recording: Recording) -> Series:
 
 
 def thresholds(recording: Recording) -> Series:
-    """The threshold R_k over time, as it was measured or else configured; empty where there is none."""
+    """The threshold R_k over time, as it was measured or else configured; empty where there is none.
+
+    A measured one that is far above all delays is left out, since it would hide them in a figure.
+    """
     measured = [(row, row.threshold) for row in recording.metrics if is_number(row.threshold)]
     if measured:
-        return _of_rows(measured, recording, None)
+        most = _FAR_ABOVE * max(1, int(recording.trace["delay"].max())) if len(recording.trace) else math.inf
+        return _of_rows([(row, value) for row, value in measured if (value or 0.0) <= most], recording, None)
     given = recording.config["method"].get("threshold")
     times = [0.0, recording.seconds] if is_number(given) else []
     return {"time": numbers(times), "value": [given for _ in times]}

@@ -206,3 +206,10 @@ def test_nothing_in_a_run_can_break_out_of_the_page(tmp_path):
     assert text.count("<script") == 2
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in text
+
+
+def test_a_threshold_far_above_all_delays_is_not_drawn(tmp_path):
+    """It would hide the delays, of which the largest is 3. One near them is drawn."""
+    rows = [{"time": float(at), "version": at, "threshold": value} for at, value in ((1, 2.0), (2, 9.0), (3, 10.0))]
+    (run,) = page_data([Recording(make(tmp_path / "run", metrics=rows))])["runs"]
+    assert run["threshold"]["value"] == [2.0, 9.0]
