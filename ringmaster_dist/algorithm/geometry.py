@@ -67,26 +67,25 @@ def reference_lmo(matrix: torch.Tensor, geometry: str) -> torch.Tensor:
 
 
 class Workspace:
-    """Scratch matrices of one block shape. They are allocated once and used by every update.
+    """Scratch memory for blocks of one shape, up to transposition. It is allocated once and used by every update.
 
-    With short = min(rows, cols) and long = max(rows, cols), ``squares`` are (count, short, short) each and ``full`` are
-    (count, short, long) each. ``precision`` is the type of the iterations: the block's own type, or a shorter one.
+    With short = min(rows, cols), ``squares`` are (count, short, short) each, and ``full`` have count * rows * cols
+    numbers each. ``precision`` is the type of the iterations: the block's own type, or a shorter one.
     """
 
     def __init__(
         self, count: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device,
         precision: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.rows, self.cols = min(rows, cols), max(rows, cols)
-        shape = (count, self.rows, self.rows)
+        short, long = min(rows, cols), max(rows, cols)
         is_short = precision is not None and precision != dtype
         dtype = precision or dtype
-        self.uses_gram = self.cols >= _GRAM_ASPECT * self.rows
-        self.is_vector = count == 1 and self.rows == 1
+        self.uses_gram = long >= _GRAM_ASPECT * short
+        self.is_vector = count == 1 and short == 1
         num_squares = 0 if self.is_vector else 4 if self.uses_gram else 2
-        self.squares = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_squares)]
+        self.squares = [torch.empty(count, short, short, dtype=dtype, device=device) for _ in range(num_squares)]
         num_full = 0 if self.is_vector else 2 if is_short else 1
-        self.full = [torch.empty(count, self.rows, self.cols, dtype=dtype, device=device) for _ in range(num_full)]
+        self.full = [torch.empty(count * rows * cols, dtype=dtype, device=device) for _ in range(num_full)]
         # Small singular values are lost in the rounding of the Gram matrix, and the next steps amplify that error. In
         # a shorter type, a new Gram matrix every two steps keeps the error small.
         self.gram_steps = 2 if is_short else len(POLAR_EXPRESS)
@@ -96,14 +95,13 @@ def orthogonalize_(block: torch.Tensor, coefficients: Coefficients, workspace: W
     """Overwrites each matrix ``U S V^T`` of ``(count, rows, cols)`` by about ``U V^T``, and returns the scale."""
     if workspace.is_vector:
         return _iterate_vector(block, coefficients)
-    norms = torch.linalg.vector_norm(block, dim=(1, 2), keepdim=True).add_(_NORM_FLOOR)  # (count, 1, 1)
-    wide = block if block.shape[1] <= block.shape[2] else block.mT  # (count, short, long)
+    block.div_(torch.linalg.vector_norm(block, dim=(1, 2), keepdim=True).add_(_NORM_FLOOR))  # by (count, 1, 1)
+    spare, *narrow = (memory.view(block.shape) for memory in workspace.full)
+    current = narrow[0].copy_(block) if narrow else block  # the copy rounds to the shorter type
     iterate = _iterate_gram if workspace.uses_gram else _iterate_matrix
-    spare, *narrow = workspace.full
-    scaled = torch.div(wide, norms, out=narrow[0] if narrow else wide)  # it rounds to the shorter type, if there is one
-    result = iterate(scaled, spare, coefficients, workspace)
-    if result is not wide:
-        wide.copy_(result)
+    result = iterate(current, spare, coefficients, workspace)
+    if result is not block:
+        block.copy_(result)
     return 1.0
 
 
@@ -125,15 +123,31 @@ def vector_scale(norm: float, coefficients: Coefficients) -> float:
     return length / norm if norm > 0.0 else 0.0
 
 
+# Below, Y stands for a matrix or its transpose, whichever is not tall, and the arithmetic on a tall matrix is that on Y
+# transposed. Nothing is copied to transpose it, because such a copy costs as much as a product.
+
+
+def _is_tall(block: torch.Tensor) -> bool:
+    return block.shape[1] > block.shape[2]
+
+
+def _gram(block: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes ``Y Y^T``, (count, short, short)."""
+    wide = block.mT if _is_tall(block) else block
+    torch.bmm(wide, wide.mT, out=out)
+
+
 def _iterate_matrix(
     current: torch.Tensor, spare: torch.Tensor, coefficients: Coefficients, workspace: Workspace
 ) -> torch.Tensor:
-    """``A = Y Y^T;  Y <- a Y + (b A + c A A) Y``, Y of (count, short, long). The result is ``current`` or ``spare``."""
+    """``A = Y Y^T;  Y <- a Y + (b A + c A A) Y``. The arguments are like the block. Returns one of the first two."""
     gram, polynomial = workspace.squares
+    tall = _is_tall(current)
     for a, b, c in coefficients:
-        torch.bmm(current, current.mT, out=gram)  # (count, short, short)
+        _gram(current, gram)  # (count, short, short)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        torch.baddbmm(current, polynomial, current, beta=a, out=spare)
+        left, right = (current, polynomial.mT) if tall else (polynomial, current)
+        torch.baddbmm(current, left, right, beta=a, out=spare)
         current, spare = spare, current
     return current
 
@@ -142,20 +156,22 @@ def _iterate_gram(
     current: torch.Tensor, spare: torch.Tensor, coefficients: Coefficients, workspace: Workspace
 ) -> torch.Tensor:
     """The same iteration, ``gram_steps`` steps at a time on the Gram matrix."""
+    tall = _is_tall(current)
     for first in range(0, len(coefficients), workspace.gram_steps):
         total = _gram_polynomial(current, coefficients[first : first + workspace.gram_steps], workspace)
-        torch.bmm(total, current, out=spare)  # (count, short, long)
+        left, right = (current, total.mT) if tall else (total, current)
+        torch.bmm(left, right, out=spare)
         current, spare = spare, current
     return current
 
 
-def _gram_polynomial(wide: torch.Tensor, coefficients: Coefficients, workspace: Workspace) -> torch.Tensor:
+def _gram_polynomial(block: torch.Tensor, coefficients: Coefficients, workspace: Workspace) -> torch.Tensor:
     """The Q of ``Y <- Q Y``, (count, short, short).
 
     It begins with ``A = Y Y^T``. Each step is ``P = a I + b A + c A A;  Q <- P Q;  A <- P A P``.
     """
     gram, polynomial, product, total = workspace.squares
-    torch.bmm(wide, wide.mT, out=gram)
+    _gram(block, gram)
     last = len(coefficients) - 1
     for index, (a, b, c) in enumerate(coefficients):
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)

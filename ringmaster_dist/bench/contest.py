@@ -106,7 +106,7 @@ CONTENDERS = {
         _ours("synchronous", "synchronous", "method=synchronous"),
         Contender("ddp", "DDP (gloo), Muon + AdamW", DDP, {"factor": _FACTORS}, optimizer="adamw", everywhere=True),
         Contender("ddp-sgd", "DDP (gloo), Muon + SGD", DDP, {"factor": _FACTORS}, optimizer="sgd"),
-        Contender("diloco", "torchft DiLoCo, equal local steps", DILOCO, {"factor": _FACTORS, "steps": (4, 16, 64)},
+        Contender("diloco", "torchft DiLoCo, equal local steps", DILOCO, {"factor": _FACTORS, "steps": (1, 4, 16, 64)},
                   optimizer="adamw", package="torchft", everywhere=True),
         Contender("diloco-scaled", "torchft DiLoCo, local steps by speed", DILOCO,
                   {"factor": _FACTORS, "steps": (1, 4, 16)}, optimizer="adamw", scaled=True, package="torchft",
