@@ -70,6 +70,15 @@ def title(device: torch.device | str) -> str:
     return torch.device(device).type if name_of is None else str(name_of(device))
 
 
+def has_bfloat16(device: torch.device | str) -> bool:
+    """Whether the device has instructions for bfloat16. Without them it is emulated, many times slower."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if kind == CPU else ()
+    return any(getattr(torch.cpu, name)() for name in names if hasattr(torch.cpu, name))
+
+
 def own_stream(device: torch.device | str) -> AbstractContextManager[Any]:
     """Within it, what this thread starts on the device does not wait for what other threads have started there."""
     if is_cpu(device) or not hasattr(_module(device), "Stream"):

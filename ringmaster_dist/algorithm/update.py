@@ -4,16 +4,20 @@
     u  = (1 - alpha) m + alpha g        with Nesterov, else u = m
     x' = (1 - eta * weight_decay) x + eta * radius * lmo(u)        with the block's own weight decay and radius
 
-The momentum starts at zero, so the first line holds for ``k = 0`` too. All blocks use one scratch buffer of the largest
-block's size. The part without an oracle is computed in pieces that fit the cache.
+The momentum starts at zero, so the first line holds for ``k = 0`` too. The part without an oracle is computed in pieces
+that fit the cache.
+
+An update is a list of tasks. Without a crew, a task is a block, and torch uses its threads within each operation. With
+a crew, blocks are cut into tasks of a few matrices, which the threads of the crew take in turn. The bits are the same.
 
 Iterate, momentum and gradient are flat tensors ``(layout.size,)``. A gradient may also be packed (`quantized`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,15 +26,22 @@ from ringmaster_dist.algorithm import geometry as oracles
 from ringmaster_dist.algorithm.layout import Block, Layout
 
 _PIECE = 1 << 16  # elements; three fp32 pieces fit the second-level cache of a core
+_TASK = 600_000  # elements of a crew's task, about: threads wait for each other at the end of large tasks
+_MANY = 1 << 20  # elements of spectral blocks, from which on a shorter type is worth its rounding
 
 
-class _Planned(NamedTuple):
-    """A block with the memory that its updates use."""
+class Crew(Protocol):
+    """Threads that call ``work`` with their numbers, 0 to size - 1, at the same time."""
 
-    block: Block
-    scratch: torch.Tensor  # (block.size,), or (_PIECE,) if the block has no oracle
-    matrices: torch.Tensor | None  # the scratch as (num_matrices, rows, cols); None without an oracle
-    workspace: oracles.Workspace | None  # only for orthogonalisation by iteration
+    size: int
+
+    def run(self, work: Callable[[int], None]) -> None: ...
+
+
+def quick_precision(layout: Layout, dtype: torch.dtype, has_bfloat16: bool) -> torch.dtype:
+    """The type in which orthogonalisation by iteration is quick, on a device that computes in bfloat16 or does not."""
+    size = sum(block.size for block in layout.blocks if block.geometry == "spectral")
+    return torch.bfloat16 if has_bfloat16 and dtype == torch.float32 and size >= _MANY else dtype
 
 
 class Update:
@@ -45,6 +56,7 @@ class Update:
         nesterov: bool = True,
         orthogonalization: str = "polar_express",
         precision: torch.dtype | None = None,
+        crew: Crew | None = None,
     ) -> None:
         """``precision`` is the type of orthogonalisation by iteration. None is ``dtype``, as for everything else."""
         if orthogonalization not in oracles.ORTHOGONALIZATIONS:
@@ -54,23 +66,22 @@ class Update:
         self.dtype = dtype
         self.nesterov = nesterov
         self.orthogonalization = orthogonalization
-        self._coefficients = oracles.COEFFICIENTS.get(orthogonalization)
-        self.device = device = torch.device(device)
-        largest = max(min(b.size, _PIECE) if b.geometry == "none" else b.size for b in layout.blocks)
-        self._scratch = torch.empty(largest, dtype=dtype, device=device)
-        self._wide: torch.Tensor | None = None  # for gradients of a shorter type, (largest,)
-        # Blocks whose shapes are equal up to transposition, such as c_fc and c_proj, share a workspace.
-        workspaces: dict[tuple[int, int, int], oracles.Workspace] = {}
-        self._plan: list[_Planned] = []
-        for block in layout.blocks:
-            workspace = None
-            if block.geometry == "spectral" and self._coefficients is not None:
-                key = (block.num_matrices, min(block.rows, block.cols), max(block.rows, block.cols))
-                workspace = workspaces.get(key) or oracles.Workspace(*key, dtype, device, precision)
-                workspaces[key] = workspace
-            scratch = self._scratch[: min(block.size, largest)]
-            matrices = None if block.geometry == "none" else scratch.view(block.num_matrices, block.rows, block.cols)
-            self._plan.append(_Planned(block, scratch, matrices, workspace))
+        self.precision = precision or dtype
+        self.device = torch.device(device)
+        shared = [block for block in layout.blocks if crew is not None and _can_be_shared(block, crew.size)]
+        if sum(block.size for block in shared) < _TASK:
+            shared = []
+        self._desk = _Desk(self, [_Task(b, b.start, b.stop) for b in layout.blocks if b not in shared], _PIECE)
+        # Tasks without an oracle are short. They are last, so that the threads end at about the same time.
+        tasks = [task for block in sorted(shared, key=lambda b: b.geometry == "none") for task in _cut(block)]
+        self._crew = crew if tasks else None
+        # Threads may wait for Python's lock between operations, so theirs are long: a piece is a whole task.
+        self._desks = [_Desk(self, tasks, _TASK) for _ in range(self._crew.size)] if self._crew else []
+
+    @property
+    def precision_name(self) -> str:
+        """Such as ``bfloat16``."""
+        return str(self.precision).removeprefix("torch.")
 
     def apply(
         self,
@@ -88,28 +99,22 @@ class Update:
         The gradient may be of a shorter type, or packed, and is widened piece by piece. ``rounded`` receives the next
         iterate too, in its own type, while the pieces are in the cache. All other tensors are ``(layout.size,)``.
         """
-        for block, scratch, matrices, workspace in self._plan:
-            start, stop = block.start, block.stop
-            keep, step = 1.0 - eta * block.weight_decay, eta * block.radius
-            if matrices is None:
-                for low in range(start, stop, _PIECE):
-                    high = min(low + _PIECE, stop)
-                    x, m, x_next = (t[low:high] for t in (iterate, momentum, out))
-                    g = self._widened(gradient, low, high)
-                    self._direction(m, g, alpha, piece := scratch[: high - low])
-                    _step(x, piece, step, keep, x_next)
-                    if rounded is not None:
-                        rounded[low:high].copy_(x_next)
-                continue
-            if len(self._plan) == 1:  # for a small vector, slicing would cost as much as the arithmetic
-                x, m, x_next = iterate, momentum, out
-            else:
-                x, m, x_next = (t[start:stop] for t in (iterate, momentum, out))
-            self._direction(m, self._widened(gradient, start, stop), alpha, scratch)
-            scale = self._oracle(matrices, block, workspace)
-            _step(x, scratch, step * scale, keep, x_next)
-            if rounded is not None:
-                rounded[start:stop].copy_(x_next)
+        for planned in self._desk.plan:
+            self._desk.compute(planned, iterate, momentum, gradient, eta, alpha, out, rounded)
+        if self._crew is None:
+            return
+        left = deque(range(len(self._desks[0].plan)))
+
+        def work(thread: int) -> None:
+            desk = self._desks[thread]
+            while True:
+                try:
+                    planned = desk.plan[left.popleft()]
+                except IndexError:  # nothing is left
+                    return
+                desk.compute(planned, iterate, momentum, gradient, eta, alpha, out, rounded)
+
+        self._crew.run(work)
 
     def pieces(self, gradient: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The numbers of a gradient, with the places at which each piece begins and ends. Only a packed one is cut.
@@ -120,26 +125,114 @@ class Update:
         if gradient.dtype != quantized.DTYPE:
             yield 0, size, gradient
             return
-        length = min(_PIECE, len(self._scratch))
-        for low in range(0, size, length):
-            high = min(low + length, size)
-            yield low, high, self._widened(gradient, low, high)
+        for low in range(0, size, _PIECE):
+            high = min(low + _PIECE, size)
+            yield low, high, self._desk.widened(gradient, low, high)
 
-    def _widened(self, gradient: torch.Tensor, low: int, high: int) -> torch.Tensor:
+
+class _Task(NamedTuple):
+    """Some matrices of a block, or some numbers of a block without an oracle, from ``start`` to ``stop``."""
+
+    block: Block
+    start: int
+    stop: int
+
+
+def _can_be_shared(block: Block, threads: int) -> bool:
+    """Whether there can be a task for every thread. If not, torch's own threads share each operation on the block."""
+    if block.geometry == "none":
+        return True
+    return block.num_matrices >= threads and min(block.rows, block.cols) > 1  # one vector alone has another path
+
+
+def _cut(block: Block) -> Iterator[_Task]:
+    """The tasks of a block, which have whole matrices."""
+    matrix = 1 if block.geometry == "none" else block.rows * block.cols
+    length = max(1, _TASK // matrix) * matrix
+    for start in range(block.start, block.stop, length):
+        yield _Task(block, start, min(start + length, block.stop))
+
+
+class _Planned(NamedTuple):
+    """A task with the memory that its thread uses for it."""
+
+    task: _Task
+    scratch: torch.Tensor  # of the size of the task, or of a piece of it if it has no oracle
+    matrices: torch.Tensor | None  # the scratch as (num_matrices, rows, cols); None without an oracle
+    workspace: oracles.Workspace | None  # only for orthogonalisation by iteration
+
+
+class _Desk:
+    """The memory of one thread, and what it computes there. All tasks use one scratch buffer of the largest's size.
+
+    Tasks without an oracle are computed in pieces of that many numbers.
+    """
+
+    def __init__(self, update: Update, tasks: Sequence[_Task], piece: int) -> None:
+        self._dtype, self._nesterov, self._size = update.dtype, update.nesterov, update.layout.size
+        self._coefficients = oracles.COEFFICIENTS.get(update.orthogonalization)
+        self._piece = piece
+        most = [piece if task.block.geometry == "none" else task.block.size for task in tasks]
+        sizes = [min(task.stop - task.start, limit) for task, limit in zip(tasks, most, strict=True)]
+        self._scratch = torch.empty(max(sizes, default=0), dtype=update.dtype, device=update.device)
+        self._wide: torch.Tensor | None = None  # for gradients of a shorter type
+        # Blocks whose shapes are equal up to transposition, such as c_fc and c_proj, share a workspace.
+        workspaces: dict[tuple[int, int, int], oracles.Workspace] = {}
+        self.plan: list[_Planned] = []
+        for task, size in zip(tasks, sizes, strict=True):
+            block, scratch = task.block, self._scratch[:size]
+            matrices = None if block.geometry == "none" else scratch.view(-1, block.rows, block.cols)
+            workspace = None
+            if matrices is not None and block.geometry == "spectral" and self._coefficients is not None:
+                key = (len(matrices), min(block.rows, block.cols), max(block.rows, block.cols))
+                workspace = workspaces.get(key) or oracles.Workspace(
+                    *key, update.dtype, update.device, update.precision
+                )
+                workspaces[key] = workspace
+            self.plan.append(_Planned(task, scratch, matrices, workspace))
+
+    def compute(
+        self, planned: _Planned, iterate: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor,
+        eta: float, alpha: float, out: torch.Tensor, rounded: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Does one task. The tensors are those of `Update.apply`."""
+        (block, start, stop), scratch, matrices, workspace = planned
+        keep, step = 1.0 - eta * block.weight_decay, eta * block.radius
+        if matrices is None:
+            for low in range(start, stop, self._piece):
+                high = min(low + self._piece, stop)
+                x, m, x_next = (t[low:high] for t in (iterate, momentum, out))
+                g = self.widened(gradient, low, high)
+                self._direction(m, g, alpha, piece := scratch[: high - low])
+                _step(x, piece, step, keep, x_next)
+                if rounded is not None:
+                    rounded[low:high].copy_(x_next)
+            return
+        if stop - start == self._size:  # for a small vector, slicing would cost as much as the arithmetic
+            x, m, x_next = iterate, momentum, out
+        else:
+            x, m, x_next = (t[start:stop] for t in (iterate, momentum, out))
+        self._direction(m, self.widened(gradient, start, stop), alpha, scratch)
+        scale = self._oracle(matrices, block, workspace)
+        _step(x, scratch, step * scale, keep, x_next)
+        if rounded is not None:
+            rounded[start:stop].copy_(x_next)
+
+    def widened(self, gradient: torch.Tensor, low: int, high: int) -> torch.Tensor:
         """The numbers ``low`` to ``high`` of a gradient, (high - low,), in the type of the update."""
-        if gradient.dtype == self.dtype:
+        if gradient.dtype == self._dtype:
             return gradient if high - low == len(gradient) else gradient[low:high]
-        if self._wide is None:
-            self._wide = torch.empty_like(self._scratch)
+        if self._wide is None or len(self._wide) < high - low:
+            self._wide = self._scratch.new_empty(max(len(self._scratch), high - low))
         wide = self._wide[: high - low]
         if gradient.dtype == quantized.DTYPE:
-            return quantized.unpack(gradient, self.layout.size, low, high, wide)
+            return quantized.unpack(gradient, self._size, low, high, wide)
         return wide.copy_(gradient[low:high])
 
     def _direction(self, momentum: torch.Tensor, gradient: torch.Tensor, alpha: float, out: torch.Tensor) -> None:
         """Updates the momentum, and writes the input of the oracle to ``out``. All are (n,)."""
         momentum.lerp_(gradient, alpha)
-        if self.nesterov:
+        if self._nesterov:
             torch.lerp(momentum, gradient, alpha, out=out)
         else:
             out.copy_(momentum)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ from ringmaster_dist.algorithm.geometry import POLAR_EXPRESS, spectral_scale
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.bench import by_turns, compared, show
+from ringmaster_dist.crew import Crew
 from ringmaster_dist.problems.module import role_by_shape, trainable_parameters
 from ringmaster_dist.problems.nanochat.generate import generate, reader_of_model
 from ringmaster_dist.problems.nanochat.model import NanoChat, NanoChatConfig
@@ -24,6 +31,7 @@ from ringmaster_dist.problems.nanochat.problem import NanoChatProblem
 
 _ETA, _BETA = 0.02, 0.95
 _CONTEXT, _BATCH = 256, 4
+_SPIN_SECONDS = 0.1  # within which the threads of a rival have ceased to spin
 
 
 def paper_parameters() -> list[Parameter]:
@@ -41,24 +49,28 @@ def paper_layout() -> Layout:
 
 def update(quick: bool, as_json: bool, device: str = "cpu") -> None:
     torch.manual_seed(0)
-    layout = paper_layout()
-    candidates: dict[str, Callable[[], object]] = {
-        "ringmaster": update_step(layout, device=device),
-        "ringmaster, iterations in bfloat16": update_step(layout, torch.bfloat16, device),
-        "plain loop in float32, matrix by matrix": _finished(_plain_muon(_with_gradients(device)), device),
+    layout, threads = paper_layout(), torch.get_num_threads()
+    ours: dict[str, Callable[[], object]] = {
+        "ringmaster, float32": update_step(layout, device=device, threads=threads),
+        "ringmaster, iterations in bfloat16": update_step(layout, torch.bfloat16, device, threads),
     }
-    if hasattr(torch.optim, "Muon"):
-        optimizers = optimizers_of(_with_gradients(device), _ETA)
-        candidates["torch.optim.Muon (in bfloat16) + SGD"] = _finished(
-            lambda: [optimizer.step() for optimizer in optimizers], device
-        )
-    rows = compared("update", by_turns(candidates, 3 if quick else 15), "ringmaster")
+    seconds: dict[str, list[float]] = {}
+    with _Rivals(device) as rivals:
+        for _ in range(1 if quick else 3):
+            for candidates in (ours, rivals):
+                for name, taken in by_turns(candidates, 3 if quick else 6).items():
+                    seconds[name] = seconds.get(name, []) + taken
+                time.sleep(_SPIN_SECONDS)
+    rows = compared("update", seconds, "ringmaster, float32")
     show("update", ["update", "relative", "ms", "worst ms"], rows, as_json)
 
 
-def update_step(layout: Layout, precision: torch.dtype | None = None, device: str = "cpu") -> Callable[[], None]:
-    """What the server does for one update. The next iterate goes to the other of two buffers."""
-    update = Update(layout, precision=precision, device=device)
+def update_step(
+    layout: Layout, precision: torch.dtype | None = None, device: str = "cpu", threads: int = 1
+) -> Callable[[], None]:
+    """What a server with that many threads does for one update. The next iterate goes to the other of two buffers."""
+    crew = Crew(threads) if threads > 1 and devices.is_cpu(device) else None
+    update = Update(layout, precision=precision, device=device, crew=crew)
     buffers = [torch.randn(layout.size).to(device), torch.empty(layout.size, device=device)]
     momentum, gradient = torch.zeros(layout.size, device=device), torch.randn(layout.size).to(device)
 
@@ -67,6 +79,56 @@ def update_step(layout: Layout, precision: torch.dtype | None = None, device: st
         buffers.reverse()
 
     return _finished(step, device)
+
+
+class _Rivals(dict[str, Callable[[], object]]):
+    """What people use instead, in a process of its own that has torch's usual settings.
+
+    The threads of our processes sleep between two operations. Rivals have many more operations, so that would make
+    them slower than they are for their users, whose threads spin.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve_rivals; serve_rivals({device!r})"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
+        )  # fmt: skip
+        for name in json.loads(self._answer()):
+            self[name] = partial(self._step, name)
+
+    def _step(self, name: str) -> None:
+        assert self._process.stdin is not None
+        print(name, file=self._process.stdin, flush=True)
+        self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError("the process of the rivals has ended; its error is above")
+        return line
+
+    def __enter__(self) -> _Rivals:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def serve_rivals(device: str) -> None:
+    """The main function of the rivals' process: writes their names, then makes a step of each rival that it reads."""
+    rivals = {"plain loop in float32, matrix by matrix": _finished(_plain_muon(_with_gradients(device)), device)}
+    if hasattr(torch.optim, "Muon"):
+        optimizers = optimizers_of(_with_gradients(device), _ETA)
+        rivals["torch.optim.Muon (in bfloat16) + SGD"] = _finished(
+            lambda: [optimizer.step() for optimizer in optimizers], device
+        )
+    print(json.dumps(list(rivals)), flush=True)
+    for line in sys.stdin:
+        rivals[line.rstrip("\n")]()
+        print(flush=True)
 
 
 def _finished(work: Callable[[], object], device: str) -> Callable[[], None]:

@@ -18,11 +18,12 @@ from ringmaster_dist.algorithm.layout import ROLES, Layout, Norm, Parameter
 from ringmaster_dist.algorithm.methods import DelayAdaptive, Method, Rennala, Synchronous
 from ringmaster_dist.algorithm.rows import RowsBySpeed
 from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Schedule, agnostic, theory
-from ringmaster_dist.algorithm.update import Update
+from ringmaster_dist.algorithm.update import Update, quick_precision
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.own_code import alike, problem_from, reported_once, source_of
 from ringmaster_dist.config.schema import CHECKOUT, DEPTH, TEXT_PROBLEMS, Config
 from ringmaster_dist.config.validate import check_row_bounds
+from ringmaster_dist.crew import Crew
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.local_steps import LocalSteps
@@ -311,11 +312,14 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def build_core(
-    config: Config, problem: Problem, run: Path | None = None, device: torch.device | str = "cpu"
+    config: Config, problem: Problem, run: Path | None = None, device: torch.device | str = "cpu", precision: str = ""
 ) -> ServerCore:
-    """The server core at the beginning of a run, on a device. With ``init``, its weights are in the run's directory."""
+    """The server core at the beginning of a run, on a device. With ``init``, its weights are in the run's directory.
+
+    ``precision`` names the type that an earlier term has chosen for ``geometry.precision=auto``.
+    """
     layout = build_layout(config, problem)
-    update = _update(config, layout, dtype=problem.dtype, device=device)
+    update = _update(config, layout, problem.dtype, device, precision)
     initial = problem.initial(config.run.seed)
     if run is not None and config.init:
         initial = _given(run / INITIAL, layout, problem)
@@ -323,14 +327,17 @@ def build_core(
     return ServerCore(initial, build_method(config, layout), update, build_wire(config).gradient_dtype, rows)
 
 
-def _update(config: Config, layout: Layout, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Update:
+def _update(config: Config, layout: Layout, dtype: torch.dtype, device: torch.device | str, precision: str) -> Update:
+    chosen = precision or config.geometry.precision
+    threads = config.server.compute_threads
     return Update(
         layout,
         dtype=dtype,
         device=device,
         nesterov=config.method.nesterov,
         orthogonalization=config.geometry.orthogonalization,
-        precision=_dtype(config.geometry.precision),
+        precision=quick_precision(layout, dtype, devices.has_bfloat16(device)) if chosen == "auto" else _dtype(chosen),
+        crew=Crew(threads) if threads > 1 and devices.is_cpu(device) else None,
     )
 
 

@@ -256,8 +256,9 @@ class GeometryConfig:
         "polar_express", "It computes the spectral oracle: polar_express and jordan take five steps, exact a slow SVD.",
         one_of=ORTHOGONALIZATIONS)
     precision: str | None = key(
-        None, "The five steps use this type; null means the problem's. bfloat16 is quicker if the processor has it.",
-        one_of=("float64", "float32", "bfloat16"))
+        "auto", "The five steps use this type; null means the problem's. auto means bfloat16 if the device of the "
+        "updates has it and the matrices have a million numbers or more, and else the problem's.",
+        one_of=("auto", "float64", "float32", "bfloat16"))
 
 
 @dataclass

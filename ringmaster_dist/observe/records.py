@@ -74,6 +74,7 @@ class Term(NamedTuple):
     version: int
     pushes: int
     device: str = "cpu"  # that its updates were computed on
+    precision: str = ""  # of their orthogonalisation; empty if the configuration says it
 
 
 @dataclass

@@ -237,7 +237,8 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
             "server: term %d begins at version %d%s", core.term, core.version, f" from {found[0].name}" if found else ""
         )
     terms = directory.open_rows(TERMS, directory.whole_bytes(TERMS))
-    terms.write(Term(core.term, core.version, core.pushes, str(core.update.device))._asdict())
+    update = core.update
+    terms.write(Term(core.term, core.version, core.pushes, str(update.device), update.precision_name)._asdict())
     terms.sync()
     terms.close()
     return found[1] if found else None

@@ -105,7 +105,7 @@ def replay(directory: Path, progress: Callable[[float, str], None] = lambda frac
     problem = build_problem(config)
     arrivals, members, terms = files.arrivals(), files.members(), files.terms()
     make_core = partial(build_core, config, problem, directory)
-    core = make_core(devices.here(terms[0].device))
+    core = make_core(devices.here(terms[0].device), terms[0].precision)
     used = {term.device for term in terms} | {member.device for member in members}
     agreement = _Agreement(TOLERANCE if used - {devices.CPU, ""} else 0.0)
     wire = Codec(build_wire(config), core.update.layout.size, problem.dtype)
@@ -190,11 +190,11 @@ def _serving_term(terms: list[Term], index: int) -> int:
     return max(number for number, term in enumerate(terms) if term.pushes <= index)
 
 
-def _in_term(core: ServerCore, terms: list[Term], make_core: Callable[[str], ServerCore]) -> ServerCore:
-    """The core in the last of these terms, on the device of that term."""
-    device = devices.here(terms[-1].device)
-    if device != str(core.update.device):
-        state, core = core.state(), make_core(device)
+def _in_term(core: ServerCore, terms: list[Term], make_core: Callable[[str, str], ServerCore]) -> ServerCore:
+    """The core in the last of these terms, on the device and in the precision of that term."""
+    device, precision = devices.here(terms[-1].device), terms[-1].precision
+    if (device, precision or core.update.precision_name) != (str(core.update.device), core.update.precision_name):
+        state, core = core.state(), make_core(device, precision)
         core.load(state)
     core.enter_term([term.version for term in terms])
     return core

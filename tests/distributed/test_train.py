@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from ringmaster_dist.algorithm.methods import Method
 from ringmaster_dist.algorithm.schedules import Constant
 from ringmaster_dist.cli.main import main
+from ringmaster_dist.devices import has_bfloat16
 from ringmaster_dist.observe.run_files import RunFiles
 from ringmaster_dist.simulation.forecast import forecast
 from ringmaster_dist.theory import seconds_of_run
@@ -73,6 +74,22 @@ def test_an_automatic_threshold_replays(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[0]["threshold"] is None  # it begins without a limit
     assert min(row["threshold"] or math.inf for row in rows) < 16
+
+
+def test_a_large_update_by_several_threads_replays(tmp_path):
+    """It is computed in bfloat16 if the processor has it. The run says so, and the replay does the same."""
+    model = ["problem=nanochat", "data=stdlib", "model.n_layer=3", "model.n_embd=192", "model.sequence_len=16",
+             "model.vocab_size=300", "problem.batch=1"]  # fmt: skip
+    given = [*model, "cluster.workers=3", "server.compute_threads=2", "budget.updates=12", "run.report=false"]
+    done = ringmaster("train", f"run.dir={tmp_path / 'run'}", *given)
+    assert done.returncode == 0, done.stderr
+    outcome = recompute(tmp_path / "run")
+    assert outcome.same, outcome.message
+    term = json.loads((tmp_path / "run/terms.jsonl").read_text())
+    chosen, other = ("bfloat16", "float32") if has_bfloat16("cpu") else ("float32", "bfloat16")
+    assert term["precision"] == chosen
+    (tmp_path / "run/terms.jsonl").write_text(json.dumps(term | {"precision": other}) + "\n")
+    assert not recompute(tmp_path / "run").same
 
 
 def test_a_round_may_take_longer_than_a_call(tmp_path):

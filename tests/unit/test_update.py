@@ -1,13 +1,18 @@
 """The flat layout and the batched update, compared with a loop over parameters."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringmaster_dist.algorithm import update as update_module
 from ringmaster_dist.algorithm.geometry import reference_lmo
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES, Layout, Norm, Parameter
-from ringmaster_dist.algorithm.update import Update
+from ringmaster_dist.algorithm.update import Update, quick_precision
 from ringmaster_dist.bench.arithmetic import paper_parameters
+from ringmaster_dist.crew import Crew
 
 PARAMETERS = [
     Parameter("wte", (11, 4), "embedding"),
@@ -132,7 +137,7 @@ def test_paper_layout_and_its_temporaries():
     shapes = {(b.num_matrices, b.rows, b.cols) for b in spectral}
     assert shapes == {(24, 192, 192), (6, 768, 192), (6, 192, 768), (3, 3, 32)}
     update = Update(layout)
-    assert update._scratch.numel() < layout.size / 5
+    assert update._desk._scratch.numel() < layout.size / 5
     x, m, g = torch.zeros(layout.size), torch.zeros(layout.size), torch.ones(layout.size)
     with LargestAllocation() as watch:
         update.apply(x, m, g, eta=0.1, alpha=0.05, out=x)
@@ -166,3 +171,75 @@ def test_layout_order_views_and_fingerprint():
 def test_impossible_layouts_are_refused(parameters, geometry, message):
     with pytest.raises(ValueError, match=message):
         Layout(parameters, geometry)
+
+
+LARGER = [
+    *PARAMETERS,
+    *(Parameter(f"square{i}", (24, 24)) for i in range(5)),
+    *(Parameter(f"tall{i}", (48, 24)) for i in range(3)),
+    *(Parameter(f"nearly{i}", (30, 24)) for i in range(3)),
+    *(Parameter(f"bias{i}", (40,)) for i in range(4)),  # one vector alone is computed in another way
+]
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("geometry", GEOMETRY_MAPS)
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_crew_changes_no_bit(threads, geometry, precision, monkeypatch):
+    monkeypatch.setattr(update_module, "_TASK", 1000)
+    layout, usual = Layout(LARGER, GEOMETRY_MAPS[geometry]), torch.get_num_threads()
+    results, crew = [], Crew(threads)
+    for given in (None, crew):
+        update = Update(layout, precision=precision, crew=given)
+        generator = torch.Generator().manual_seed(5)
+        x, m = torch.randn(layout.size, generator=generator), torch.zeros(layout.size)
+        rounded = torch.empty(layout.size, dtype=torch.bfloat16)
+        for dtype in (torch.float32, torch.bfloat16, torch.float32):
+            g = torch.randn(layout.size, generator=generator).to(dtype)
+            update.apply(x, m, g, eta=0.1, alpha=0.3, out=x, rounded=rounded)
+        results.append((x, m, rounded))
+    assert all(torch.equal(alone, shared) for alone, shared in zip(*results, strict=True))
+    assert crew._threads is not None  # it was used
+    assert torch.get_num_threads() == usual
+
+
+def test_threads_of_a_crew_have_one_torch_thread_and_others_keep_theirs():
+    usual = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen = dict.fromkeys(range(4), 0)
+        crew = Crew(4)
+        crew.run(lambda index: seen.update({index: torch.get_num_threads()}))
+        assert seen == dict.fromkeys(range(4), 1)
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(usual)
+
+
+def test_a_crew_raises_what_a_thread_raised_after_all_have_ended():
+    ended = []
+
+    def work(index):
+        if index == 0:
+            raise ValueError("the first fails")
+        time.sleep(0.05)  # so that the first one has failed by then
+        ended.append(index)
+
+    crew = Crew(3)
+    with pytest.raises(ValueError, match="the first fails"):
+        crew.run(work)
+    assert sorted(ended) == [1, 2]
+    crew.run(ended.append)  # it can be used again
+    assert sorted(ended) == [0, 1, 1, 2, 2]
+
+
+def test_bfloat16_is_chosen_for_large_matrices_where_the_device_has_it():
+    paper, small = Layout(paper_parameters(), GEOMETRY_MAPS["muon"]), Layout(LARGER, GEOMETRY_MAPS["muon"])
+    assert quick_precision(paper, torch.float32, has_bfloat16=True) == torch.bfloat16
+    assert quick_precision(paper, torch.float32, has_bfloat16=False) == torch.float32
+    assert quick_precision(paper, torch.float64, has_bfloat16=True) == torch.float64
+    assert quick_precision(small, torch.float32, has_bfloat16=True) == torch.float32
+    without_spectral = Layout(paper_parameters(), GEOMETRY_MAPS["sign"])
+    assert quick_precision(without_spectral, torch.float32, has_bfloat16=True) == torch.float32
