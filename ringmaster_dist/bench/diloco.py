@@ -77,6 +77,7 @@ def replica(trial: Trial, index: int, folder: Path) -> None:
     )  # fmt: skip
     batch, sequence = member.config.problem.batch, 0
     if not member.is_late:
+        member.wait_until_all_are_built()  # else the lighthouse may begin without the last one, which then waits
         manager.start_quorum()  # so that the replicas are connected when the clock starts
         manager.wait_quorum()
     member.start_together()

@@ -12,7 +12,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -40,7 +39,7 @@ _MOMENTUM = 0.95
 _BETAS, _EPSILON = (0.8, 0.95), 1e-10  # of AdamW, as in nanochat
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9  # of DiLoCo, as in its paper
 
-_READY, _START, _SNAPSHOT = "ready", "start", "snapshot"
+_BUILT, _READY, _START, _SNAPSHOT, _OUTPUT, _FAILURE = "built", "ready", "start", "snapshot", "output", "failure"
 _TICK_SECONDS = 0.02
 _READY_SECONDS = 180.0  # within which all processes have to be ready
 
@@ -118,6 +117,12 @@ class Member:
             randomness.worker_key(trial.seed, randomness.STREAM_JITTER, worker) for worker in range(len(self._base))
         ]
         self._started = 0.0
+
+    def wait_until_all_are_built(self) -> None:
+        """Blocks until every process has come this far."""
+        (self.folder / f"{_BUILT}-{self.index}").touch()
+        while len(list(self.folder.glob(f"{_BUILT}-*"))) < self.trial.cluster.workers:
+            time.sleep(_TICK_SECONDS)
 
     def start_together(self) -> None:
         """Blocks until all processes are ready. A process that was restarted does not wait."""
@@ -251,10 +256,15 @@ class Crew:
             process.join()
 
     def _first_error(self) -> str:
-        """The last line that the first process to fail has written. The others fail because of it."""
-        written = sorted((path.stat().st_mtime, path.read_text().split("\n")) for path in self._folder.glob("errors-*"))
-        lines = [[line for line in text if line] for _, text in written]
-        return next((own[-1] for own in lines if own), "it wrote no error")
+        """The error of the first process that failed, because the others fail by it. Else what one was doing."""
+        if failures := sorted(self._folder.glob(f"{_FAILURE}-*"), key=lambda path: path.stat().st_mtime):
+            return failures[0].read_text()
+        for index, process in enumerate(self._processes):
+            if not (self._folder / f"{_READY}-{index}").exists():
+                lines = (self._folder / f"{_OUTPUT}-{index}").read_text().split("\n")
+                state = "is not ready" if process.exitcode is None else f"ended with exit code {process.exitcode}"
+                return f"process {index} {state}; it wrote: {' / '.join(line for line in lines if line) or 'nothing'}"
+        return "no process wrote an error"
 
 
 def victim_of(seed: int, number: int, members: int) -> int:
@@ -263,15 +273,15 @@ def victim_of(seed: int, number: int, members: int) -> int:
 
 
 def _run(body: Callable[[Trial, int, Path], None], trial: Trial, index: int, folder: Path, parent: int) -> None:
-    """The main function of a rival's process. Its errors go to a file. It ends when the bench has ended."""
+    """The main function of a rival's process. It writes to files, and ends when the bench has ended."""
     _end_with(parent)
-    errors = os.open(folder / f"errors-{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(errors, 2)
-    os.dup2(errors, 1)
+    output = os.open(folder / f"{_OUTPUT}-{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 2)
+    os.dup2(output, 1)
     try:
         body(trial, index, folder)
     except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        (folder / f"{_FAILURE}-{index}").write_text(f"process {index}: {type(error).__name__}: {error}")
         os._exit(1)
     os._exit(0)  # gloo's threads may abort when one member leaves before the others
 

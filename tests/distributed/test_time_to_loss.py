@@ -1,18 +1,29 @@
-"""Time to loss in real processes: ours and DDP on two paced workers, and the second time from the kept results."""
+"""Time to loss in real processes: ours and DDP on two paced workers, kept results, and rivals that do not start."""
 
 import json
+import time
 from pathlib import Path
 
-from ringmaster_dist.bench.contest import CLUSTERS, CONTENDERS
+import pytest
+
+from ringmaster_dist.bench import rivals
+from ringmaster_dist.bench.contest import CLUSTERS, CONTENDERS, REAL, Trial
+from ringmaster_dist.bench.rivals import Member
 from ringmaster_dist.bench.time_to_loss import Results, race
+from ringmaster_dist.config.errors import UserError
+
+
+def small_cluster():
+    """Two quick workers, and a target that is soon reached."""
+    small = CLUSTERS["linear32"]
+    words = [word for word in small.overrides if not word.startswith("data=")]
+    text = ("data=text", f"data.path={Path(__file__).parent}", "cluster.unit_seconds=0.02")
+    return small._replace(workers=2, target=5.9, limit_seconds=20.0, overrides=(*words, *text))
 
 
 def test_ours_and_ddp_race_and_finished_trials_are_kept(tmp_path):
     """Four trials in virtual time choose the settings, and two real ones fill the table. A lost one is run again."""
-    small = CLUSTERS["linear32"]
-    words = [word for word in small.overrides if not word.startswith("data=")]
-    text = ("data=text", f"data.path={Path(__file__).parent}", "cluster.unit_seconds=0.02")
-    cluster = small._replace(workers=2, target=5.9, limit_seconds=20.0, overrides=(*words, *text))
+    cluster = small_cluster()
     ours = CONTENDERS["ringmaster"]._replace(grid={"method.eta": (0.01, 0.02), "method.threshold": (8,)})
     ddp = CONTENDERS["ddp"]._replace(grid={"factor": (1.0, 2.0)})
     folder, steps = tmp_path / "trials", []
@@ -37,3 +48,41 @@ def test_ours_and_ddp_race_and_finished_trials_are_kept(tmp_path):
     lost.unlink()
     _, again = raced()
     assert [path for path in kept if again[path] != kept[path]] == [lost]
+
+
+def fails(trial, index, folder):
+    """The main function of a rival whose second process fails, after the others have written something."""
+    print("a line of a log", flush=True)
+    member = Member(trial, index, folder)
+    member.wait_until_all_are_built()
+    if index == 1:
+        raise ValueError("no such port")
+    time.sleep(60)
+
+
+def hangs(trial, index, folder):
+    """The main function of a rival whose first process is never ready."""
+    if index == 0:
+        print("looking for the others", flush=True)
+        time.sleep(60)
+    Member(trial, index, folder).start_together()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (fails, "process 1: ValueError: no such port"),
+        (hangs, "process 0 is not ready; it wrote: looking for the others"),
+    ],
+)
+def test_a_rival_that_does_not_start_says_why(body, words, tmp_path, monkeypatch):
+    cluster = small_cluster()
+    trial = Trial(cluster, CONTENDERS["ddp"], (("factor", 1.0),), 1, REAL)
+    (tmp_path / "trial").mkdir()
+    with rivals.Crew(trial, body, 2, tmp_path / "trial", together=False) as crew, pytest.raises(UserError) as raised:
+        while True:
+            if (tmp_path / "trial/ready-1").exists():
+                monkeypatch.setattr(rivals, "_READY_SECONDS", 0.0)
+            crew.tick()
+            time.sleep(0.02)
+    assert str(raised.value) == f"DDP (gloo), Muon + AdamW did not start: {words}"
