@@ -79,10 +79,15 @@ def test_a_rival_that_does_not_start_says_why(body, words, tmp_path, monkeypatch
     cluster = small_cluster()
     trial = Trial(cluster, CONTENDERS["ddp"], (("factor", 1.0),), 1, REAL)
     (tmp_path / "trial").mkdir()
-    with rivals.Crew(trial, body, 2, tmp_path / "trial", together=False) as crew, pytest.raises(UserError) as raised:
-        while True:
-            if (tmp_path / "trial/ready-1").exists():
-                monkeypatch.setattr(rivals, "_READY_SECONDS", 0.0)
-            crew.tick()
-            time.sleep(0.02)
+    with rivals.Crew(trial, body, 2, tmp_path / "trial", together=False) as crew:
+
+        def wait():
+            while True:
+                if (tmp_path / "trial/ready-1").exists():
+                    monkeypatch.setattr(rivals, "_READY_SECONDS", 0.0)
+                crew.tick()
+                time.sleep(0.02)
+
+        with pytest.raises(UserError) as raised:
+            wait()
     assert str(raised.value) == f"DDP (gloo), Muon + AdamW did not start: {words}"
