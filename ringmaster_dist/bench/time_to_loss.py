@@ -7,6 +7,7 @@ trial is a file in the folder, so the same command continues after an interrupti
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import math
@@ -59,6 +60,7 @@ class Table(NamedTuple):
     rows: list[dict[str, Any]]  # of the table
     words: str  # that name the quickest contender
     seconds: dict[str, list[float]]  # of each seed by contender, infinite where the target was not reached
+    runs: list[dict[str, Any]]  # one for each contender and seed
 
 
 COLUMNS = ["seconds", "x ringmaster", "updates", "rows used", "waste", "bytes", "setting"]
@@ -111,7 +113,7 @@ def run(
             tables = race(chosen, results, 1 if quick else seeds, line.show)
         finally:
             line.close()
-        for cluster, rows, words, _ in tables:
+        for cluster, rows, words, _, _ in tables:
             show(f"time-to-loss {cluster.target:g}, {cluster.title}", ["contender", *COLUMNS], rows, as_json)
             print(words, file=sys.stderr)
         if not quick:
@@ -119,7 +121,12 @@ def run(
 
             (kept / "tables.md").write_text(_markdown(tables, seeds))
             contest_figure.draw([(table.cluster, table.seconds) for table in tables], kept / "time-to-loss.png")
-            print(f"files: {kept / 'tables.md'}, {kept / 'time-to-loss.png'}", file=sys.stderr)
+            with (kept / "runs.csv").open("w", newline="") as file:
+                writer = csv.DictWriter(file, tables[0].runs[0])
+                writer.writeheader()
+                writer.writerows(row for table in tables for row in table.runs)
+            names = ("tables.md", "runs.csv", "time-to-loss.png")
+            print(f"files: {', '.join(str(kept / name) for name in names)}", file=sys.stderr)
 
 
 def race(
@@ -151,8 +158,19 @@ def race(
         medians = {name: median_seconds(own) for name, own in seconds.items()}
         rows = [{"contender": each.title, **standing(cluster, curves[each.name], medians.get(BASELINE)),
                  "setting": trials[each.name][0].words()} for each in named]  # fmt: skip
-        tables.append(Table(cluster, rows, verdict(medians), seconds))
+        runs = [
+            _run_row(trial, curve) for name in trials for trial, curve in zip(trials[name], curves[name], strict=True)
+        ]
+        tables.append(Table(cluster, rows, verdict(medians), seconds, runs))
     return tables
+
+
+def _run_row(trial: Trial, curve: Sequence[Point]) -> dict[str, Any]:
+    """A real trial as a row of runs.csv. What is not known of a run that did not reach the target is empty."""
+    reached = arrival(curve, trial.cluster.target)
+    figures = dict.fromkeys(Point._fields, "") if reached is None else reached._asdict()
+    names = {"cluster": trial.cluster.name, "contender": trial.contender.name, "setting": trial.words()}
+    return {**names, "seed": trial.seed, **figures, "lowest_loss": min((p.loss for p in curve), default=math.inf)}
 
 
 # --- tuning ------------------------------------------------------------------------------------------------------
@@ -347,7 +365,7 @@ def _markdown(tables: Sequence[Table], seeds: int) -> str:
     """The tables for a document, with the date and the machine."""
     facts = ", ".join(f"{key} {value}" for key, value in machine().items())
     parts = [f"Made by `ringmaster bench time-to-loss` on {date.today()}, {seeds} seeds: {facts}.\n"]
-    for cluster, rows, words, _ in tables:
+    for cluster, rows, words, _, _ in tables:
         parts.append(f"### {cluster.title}, to a loss of {cluster.target:g}\n")
         parts.append("| | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 1))
         parts += [

@@ -306,7 +306,7 @@ class ServerConfig:
     device: str = key(
         "auto", "Updates are computed here, such as on cuda:0. auto takes the first accelerator that no worker of this "
         "command uses, or the CPU if there is none.", command="train")
-    compute_threads: int = key(1, "An update uses this many torch threads. Its bits depend on it.", least=1)
+    compute_threads: int = key(1, "This many threads compute an update. Its bits may depend on it.", least=1)
     connect_seconds: float = key(10.0, "A worker waits this long for a connection.", above=0)
     call_seconds: float = key(
         60.0, "A worker waits this long for an answer, then it asks again. It must be above start_seconds.", above=0)

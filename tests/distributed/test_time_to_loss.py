@@ -32,6 +32,8 @@ def test_ours_and_ddp_race_and_finished_trials_are_kept(tmp_path):
         results = Results(tmp_path)
         [table] = race([(cluster, [ours, ddp])], results, 1, lambda fraction, text: steps.append(text))
         assert table.words.startswith(("The quickest of ours is ringmaster", "We lose here: ddp"))
+        assert [(run["contender"], run["seed"]) for run in table.runs] == [("ringmaster", 1), ("ddp", 1)]
+        assert [f"{run['seconds']:.1f}" for run in table.runs] == [row["seconds"] for row in table.rows]
         return table.rows, {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
     (first, second), kept = raced()
