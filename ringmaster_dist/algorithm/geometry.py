@@ -66,6 +66,11 @@ def reference_lmo(matrix: torch.Tensor, geometry: str) -> torch.Tensor:
     return -matrix
 
 
+def uses_gram(rows: int, cols: int) -> bool:
+    """Whether a matrix is iterated on its Gram matrix."""
+    return max(rows, cols) >= _GRAM_ASPECT * min(rows, cols)
+
+
 class Workspace:
     """Scratch memory for blocks of one shape, up to transposition. It is allocated once and used by every update.
 
@@ -77,10 +82,10 @@ class Workspace:
         self, count: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device,
         precision: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        short, long = min(rows, cols), max(rows, cols)
+        short = min(rows, cols)
         is_short = precision is not None and precision != dtype
         dtype = precision or dtype
-        self.uses_gram = long >= _GRAM_ASPECT * short
+        self.uses_gram = uses_gram(rows, cols)
         self.is_vector = count == 1 and short == 1
         num_squares = 0 if self.is_vector else 4 if self.uses_gram else 2
         self.squares = [torch.empty(count, short, short, dtype=dtype, device=device) for _ in range(num_squares)]

@@ -24,10 +24,11 @@ import torch
 from ringmaster_dist import quantized
 from ringmaster_dist.algorithm import geometry as oracles
 from ringmaster_dist.algorithm.layout import Block, Layout
+from ringmaster_dist.algorithm.names import MIXED
 
 _PIECE = 1 << 16  # elements; three fp32 pieces fit the second-level cache of a core
 _TASK = 600_000  # elements of a crew's task, about: threads wait for each other at the end of large tasks
-_MANY = 1 << 20  # elements of spectral blocks, from which on a shorter type is worth its rounding
+_MANY = 1 << 19  # elements of square matrices, from which on bfloat16 saves a large part of the time
 
 
 class Crew(Protocol):
@@ -38,10 +39,11 @@ class Crew(Protocol):
     def run(self, work: Callable[[int], None]) -> None: ...
 
 
-def quick_precision(layout: Layout, dtype: torch.dtype, has_bfloat16: bool) -> torch.dtype:
-    """The type in which orthogonalisation by iteration is quick, on a device that computes in bfloat16 or does not."""
-    size = sum(block.size for block in layout.blocks if block.geometry == "spectral")
-    return torch.bfloat16 if has_bfloat16 and dtype == torch.float32 and size >= _MANY else dtype
+def quick_precision(layout: Layout, dtype: torch.dtype, has_bfloat16: bool) -> str:
+    """The quickest precision that does not slow down training, on a device that has bfloat16 or does not have it."""
+    spectral = (block for block in layout.blocks if block.geometry == "spectral")
+    size = sum(block.size for block in spectral if not oracles.uses_gram(block.rows, block.cols))
+    return MIXED if has_bfloat16 and dtype == torch.float32 and size >= _MANY else _name(dtype)
 
 
 class Update:
@@ -55,10 +57,10 @@ class Update:
         device: torch.device | str = "cpu",
         nesterov: bool = True,
         orthogonalization: str = "polar_express",
-        precision: torch.dtype | None = None,
+        precision: str = "",
         crew: Crew | None = None,
     ) -> None:
-        """``precision`` is the type of orthogonalisation by iteration. None is ``dtype``, as for everything else."""
+        """``precision`` names the type of orthogonalisation by iteration, or is `MIXED`. Empty means ``dtype``."""
         if orthogonalization not in oracles.ORTHOGONALIZATIONS:
             known = ", ".join(oracles.ORTHOGONALIZATIONS)
             raise ValueError(f"orthogonalization is {orthogonalization!r}; known: {known}")
@@ -66,7 +68,7 @@ class Update:
         self.dtype = dtype
         self.nesterov = nesterov
         self.orthogonalization = orthogonalization
-        self.precision = precision or dtype
+        self.precision = precision or _name(dtype)
         self.device = torch.device(device)
         shared = [block for block in layout.blocks if crew is not None and _can_be_shared(block, crew.size)]
         if sum(block.size for block in shared) < _TASK:
@@ -77,11 +79,6 @@ class Update:
         self._crew = crew if tasks else None
         # Threads may wait for Python's lock between operations, so theirs are long: a piece is a whole task.
         self._desks = [_Desk(self, tasks, _TASK) for _ in range(self._crew.size)] if self._crew else []
-
-    @property
-    def precision_name(self) -> str:
-        """Such as ``bfloat16``."""
-        return str(self.precision).removeprefix("torch.")
 
     def apply(
         self,
@@ -128,6 +125,18 @@ class Update:
         for low in range(0, size, _PIECE):
             high = min(low + _PIECE, size)
             yield low, high, self._desk.widened(gradient, low, high)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _type(precision: str, block: Block, dtype: torch.dtype) -> torch.dtype:
+    """The type in which a block is orthogonalised."""
+    if precision == MIXED:
+        return dtype if oracles.uses_gram(block.rows, block.cols) else torch.bfloat16
+    found: torch.dtype = getattr(torch, precision)
+    return found
 
 
 class _Task(NamedTuple):
@@ -185,9 +194,8 @@ class _Desk:
             workspace = None
             if matrices is not None and block.geometry == "spectral" and self._coefficients is not None:
                 key = (len(matrices), min(block.rows, block.cols), max(block.rows, block.cols))
-                workspace = workspaces.get(key) or oracles.Workspace(
-                    *key, update.dtype, update.device, update.precision
-                )
+                precision = _type(update.precision, block, update.dtype)
+                workspace = workspaces.get(key) or oracles.Workspace(*key, update.dtype, update.device, precision)
                 workspaces[key] = workspace
             self.plan.append(_Planned(task, scratch, matrices, workspace))
 

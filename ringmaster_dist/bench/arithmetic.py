@@ -21,6 +21,7 @@ import torch
 from ringmaster_dist import devices
 from ringmaster_dist.algorithm.geometry import POLAR_EXPRESS, spectral_scale
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, Layout, Parameter
+from ringmaster_dist.algorithm.names import MIXED
 from ringmaster_dist.algorithm.update import Update
 from ringmaster_dist.bench import by_turns, compared, show
 from ringmaster_dist.crew import Crew
@@ -52,7 +53,8 @@ def update(quick: bool, as_json: bool, device: str = "cpu") -> None:
     layout, threads = paper_layout(), torch.get_num_threads()
     ours: dict[str, Callable[[], object]] = {
         "ringmaster, float32": update_step(layout, device=device, threads=threads),
-        "ringmaster, iterations in bfloat16": update_step(layout, torch.bfloat16, device, threads),
+        "ringmaster, mixed": update_step(layout, MIXED, device, threads),
+        "ringmaster, bfloat16": update_step(layout, "bfloat16", device, threads),
     }
     seconds: dict[str, list[float]] = {}
     with _Rivals(device) as rivals:
@@ -65,9 +67,7 @@ def update(quick: bool, as_json: bool, device: str = "cpu") -> None:
     show("update", ["update", "relative", "ms", "worst ms"], rows, as_json)
 
 
-def update_step(
-    layout: Layout, precision: torch.dtype | None = None, device: str = "cpu", threads: int = 1
-) -> Callable[[], None]:
+def update_step(layout: Layout, precision: str = "", device: str = "cpu", threads: int = 1) -> Callable[[], None]:
     """What a server with that many threads does for one update. The next iterate goes to the other of two buffers."""
     crew = Crew(threads) if threads > 1 and devices.is_cpu(device) else None
     update = Update(layout, precision=precision, device=device, crew=crew)

@@ -328,7 +328,7 @@ def build_core(
 
 
 def _update(config: Config, layout: Layout, dtype: torch.dtype, device: torch.device | str, precision: str) -> Update:
-    chosen = precision or config.geometry.precision
+    chosen = precision or config.geometry.precision or ""
     threads = config.server.compute_threads
     return Update(
         layout,
@@ -336,7 +336,7 @@ def _update(config: Config, layout: Layout, dtype: torch.dtype, device: torch.de
         device=device,
         nesterov=config.method.nesterov,
         orthogonalization=config.geometry.orthogonalization,
-        precision=quick_precision(layout, dtype, devices.has_bfloat16(device)) if chosen == "auto" else _dtype(chosen),
+        precision=quick_precision(layout, dtype, devices.has_bfloat16(device)) if chosen == "auto" else chosen,
         crew=Crew(threads) if threads > 1 and devices.is_cpu(device) else None,
     )
 

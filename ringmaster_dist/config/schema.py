@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
-from ringmaster_dist.algorithm.names import GEOMETRIES, METHODS, ORTHOGONALIZATIONS
+from ringmaster_dist.algorithm.names import GEOMETRIES, METHODS, MIXED, ORTHOGONALIZATIONS
 from ringmaster_dist.config.keys import all_keys, key, section
 from ringmaster_dist.profiles import PROFILES
 
@@ -256,9 +256,9 @@ class GeometryConfig:
         "polar_express", "It computes the spectral oracle: polar_express and jordan take five steps, exact a slow SVD.",
         one_of=ORTHOGONALIZATIONS)
     precision: str | None = key(
-        "auto", "The five steps use this type; null means the problem's. auto means bfloat16 if the device of the "
-        "updates has it and the matrices have a million numbers or more, and else the problem's.",
-        one_of=("auto", "float64", "float32", "bfloat16"))
+        "auto", "The five steps use this type; null means the problem's. mixed means bfloat16 for matrices that are "
+        "about square. auto means mixed for large models if the device of the updates has bfloat16, and else null.",
+        one_of=("auto", MIXED, "float64", "float32", "bfloat16"))
 
 
 @dataclass

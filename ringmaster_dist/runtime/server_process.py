@@ -238,7 +238,7 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
         )
     terms = directory.open_rows(TERMS, directory.whole_bytes(TERMS))
     update = core.update
-    terms.write(Term(core.term, core.version, core.pushes, str(update.device), update.precision_name)._asdict())
+    terms.write(Term(core.term, core.version, core.pushes, str(update.device), update.precision)._asdict())
     terms.sync()
     terms.close()
     return found[1] if found else None

@@ -193,7 +193,7 @@ def _serving_term(terms: list[Term], index: int) -> int:
 def _in_term(core: ServerCore, terms: list[Term], make_core: Callable[[str, str], ServerCore]) -> ServerCore:
     """The core in the last of these terms, on the device and in the precision of that term."""
     device, precision = devices.here(terms[-1].device), terms[-1].precision
-    if (device, precision or core.update.precision_name) != (str(core.update.device), core.update.precision_name):
+    if (device, precision or core.update.precision) != (str(core.update.device), core.update.precision):
         state, core = core.state(), make_core(device, precision)
         core.load(state)
     core.enter_term([term.version for term in terms])

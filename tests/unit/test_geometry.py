@@ -12,7 +12,7 @@ from ringmaster_dist.algorithm.update import Update
 SHAPES = [(1, 1), (1, 40), (40, 1), (5, 5), (6, 8), (6, 9), (4, 24), (24, 4), (32, 3)]
 
 
-def oracle(matrices, geometry, orthogonalization="polar_express", precision=None):
+def oracle(matrices, geometry, orthogonalization="polar_express", precision=""):
     """Returns the lmo of a batch, from an update with alpha = 1 and eta = 1 that starts at zero."""
     count, rows, cols = matrices.shape
     roles = dict.fromkeys(("matrix", "embedding", "output", "scalar"), geometry)
@@ -63,7 +63,7 @@ def test_bfloat16_stays_near_the_exact_result_and_in_bounds(shape, decades, coef
     left, right = (torch.linalg.qr(torch.randn(4, n, rank, dtype=torch.float64, generator=generator)).Q for n in shape)
     matrices = (left * torch.logspace(0, -decades, rank, dtype=torch.float64)) @ right.mT
     exact = oracle(matrices, "spectral", coefficients)
-    rough = oracle(matrices.float(), "spectral", coefficients, precision=torch.bfloat16).double()
+    rough = oracle(matrices.float(), "spectral", coefficients, precision="bfloat16").double()
     assert torch.linalg.svdvals(rough).max() < 1.25 * g.spectral_scale(*shape)
     assert (torch.cosine_similarity(exact.flatten(1), rough.flatten(1)) > 0.97).all()
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringmaster_dist.algorithm import update as update_module
 from ringmaster_dist.algorithm.geometry import reference_lmo
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES, Layout, Norm, Parameter
+from ringmaster_dist.algorithm.names import MIXED
 from ringmaster_dist.algorithm.update import Update, quick_precision
 from ringmaster_dist.bench.arithmetic import paper_parameters
 from ringmaster_dist.crew import Crew
@@ -182,7 +183,7 @@ LARGER = [
 ]
 
 
-@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["", "bfloat16", MIXED])
 @pytest.mark.parametrize("geometry", GEOMETRY_MAPS)
 @pytest.mark.parametrize("threads", [2, 3])
 def test_a_crew_changes_no_bit(threads, geometry, precision, monkeypatch):
@@ -235,11 +236,27 @@ def test_a_crew_raises_what_a_thread_raised_after_all_have_ended():
     assert sorted(ended) == [0, 1, 1, 2, 2]
 
 
-def test_bfloat16_is_chosen_for_large_matrices_where_the_device_has_it():
+def test_bfloat16_is_chosen_for_many_square_matrices_where_the_device_has_it():
     paper, small = Layout(paper_parameters(), GEOMETRY_MAPS["muon"]), Layout(LARGER, GEOMETRY_MAPS["muon"])
-    assert quick_precision(paper, torch.float32, has_bfloat16=True) == torch.bfloat16
-    assert quick_precision(paper, torch.float32, has_bfloat16=False) == torch.float32
-    assert quick_precision(paper, torch.float64, has_bfloat16=True) == torch.float64
-    assert quick_precision(small, torch.float32, has_bfloat16=True) == torch.float32
+    assert quick_precision(paper, torch.float32, has_bfloat16=True) == MIXED
+    assert quick_precision(paper, torch.float32, has_bfloat16=False) == "float32"
+    assert quick_precision(paper, torch.float64, has_bfloat16=True) == "float64"
+    assert quick_precision(small, torch.float32, has_bfloat16=True) == "float32"
     without_spectral = Layout(paper_parameters(), GEOMETRY_MAPS["sign"])
-    assert quick_precision(without_spectral, torch.float32, has_bfloat16=True) == torch.float32
+    assert quick_precision(without_spectral, torch.float32, has_bfloat16=True) == "float32"
+
+
+def test_mixed_precision_rounds_only_what_is_about_square():
+    layout = Layout(LARGER, GEOMETRY_MAPS["muon"])
+    x, g = torch.randn(2, layout.size, generator=torch.Generator().manual_seed(6))
+    steps = {}
+    for precision in ("float32", "bfloat16", MIXED):
+        out = torch.empty_like(x)
+        Update(layout, precision=precision).apply(x, torch.zeros_like(x), g, eta=0.1, alpha=1.0, out=out)
+        steps[precision] = layout.views(out)
+    for parameter in LARGER:
+        rows, cols = parameter.matrix_shape
+        is_rounded = parameter.role == "matrix" and max(rows, cols) < 1.5 * min(rows, cols)
+        mixed, like = steps[MIXED][parameter.name], "bfloat16" if is_rounded else "float32"
+        assert torch.equal(mixed, steps[like][parameter.name]), parameter.name
+    assert not torch.equal(steps["bfloat16"]["square0"], steps["float32"]["square0"])
