@@ -1,8 +1,9 @@
 """``ringmaster bench time-to-loss``: how long ours and what people use instead take to the same loss.
 
 Each contender is tuned on each cluster in virtual time, over its grid, with one seed. Then the best setting trains in
-real processes on paced workers, with other seeds. The table has medians and ranges over these seeds. Every finished
-trial is a file in the folder, so the same command continues after an interruption, and can be run in parts.
+real processes on paced workers, with other seeds. The table has medians and ranges over these seeds. A contender that
+does not reach the target in virtual time, where nothing but its gradients takes time, is not run. Every finished trial
+is a file in the folder, so the same command continues after an interruption, and can be run in parts.
 """
 
 from __future__ import annotations
@@ -136,11 +137,13 @@ def race(
     chosen = list(chosen)
     pairs = [(cluster, contender) for cluster, named in chosen for contender in named]
     _tune(pairs, results, progress)
-    winners = {(c.name, each.name): tuned(c, each, results) for c, each in pairs}
+    winners = [tuned(cluster, contender, results) for cluster, contender in pairs]
+    hopeless = [winner for winner in winners if _is_hopeless(winner, results)]
     wanted = [
-        winners[c.name, each.name]._replace(seed=TUNING_SEED + number, clock=REAL)
+        winner._replace(seed=TUNING_SEED + number, clock=REAL)
         for number in range(1, seeds + 1)  # so that a part of the seeds is a table of all contenders
-        for c, each in pairs
+        for winner in winners
+        if winner not in hopeless
     ]
     missing = [trial for trial in wanted if not results.has(trial)]
     costs = [_cost(trial, results) for trial in missing]
@@ -152,12 +155,15 @@ def race(
         left -= cost
     tables = []
     for cluster, named in chosen:
-        trials = {each.name: [t for t in wanted if t.cluster == cluster and t.contender == each] for each in named}
+        shown = [*wanted, *hopeless]
+        trials = {each.name: [t for t in shown if t.cluster == cluster and t.contender == each] for each in named}
         curves = {name: [results.curve(trial) for trial in own] for name, own in trials.items()}
         seconds = {name: seconds_by_seed(cluster, own) for name, own in curves.items()}
         medians = {name: median_seconds(own) for name, own in seconds.items()}
         rows = [{"contender": each.title, **standing(cluster, curves[each.name], medians.get(BASELINE)),
                  "setting": trials[each.name][0].words()} for each in named]  # fmt: skip
+        for row, each in zip(rows, named, strict=True):
+            row["seconds"] += " in virtual time" * (trials[each.name][0] in hopeless)
         runs = [
             _run_row(trial, curve) for name in trials for trial, curve in zip(trials[name], curves[name], strict=True)
         ]
@@ -166,11 +172,17 @@ def race(
 
 
 def _run_row(trial: Trial, curve: Sequence[Point]) -> dict[str, Any]:
-    """A real trial as a row of runs.csv. What is not known of a run that did not reach the target is empty."""
+    """A trial as a row of runs.csv. What is not known of a run that did not reach the target is empty."""
     reached = arrival(curve, trial.cluster.target)
     figures = dict.fromkeys(Point._fields, "") if reached is None else reached._asdict()
     names = {"cluster": trial.cluster.name, "contender": trial.contender.name, "setting": trial.words()}
-    return {**names, "seed": trial.seed, **figures, "lowest_loss": min((p.loss for p in curve), default=math.inf)}
+    return {
+        **names,
+        "clock": trial.clock,
+        "seed": trial.seed,
+        **figures,
+        "lowest_loss": min((p.loss for p in curve), default=math.inf),
+    }
 
 
 # --- tuning ------------------------------------------------------------------------------------------------------
@@ -233,6 +245,11 @@ def tuned(cluster: Cluster, contender: Contender, results: Results) -> Trial:
         return (math.inf if point is None else point.seconds), lowest
 
     return min(grid, key=rank)
+
+
+def _is_hopeless(winner: Trial, results: Results) -> bool:
+    """Whether the best setting did not reach the target in virtual time. A grid of one setting was not tried."""
+    return results.has(winner) and arrival(results.curve(winner), winner.cluster.target) is None
 
 
 def _cost(trial: Trial, results: Results) -> float:

@@ -52,6 +52,15 @@ def test_ours_and_ddp_race_and_finished_trials_are_kept(tmp_path):
     assert [path for path in kept if again[path] != kept[path]] == [lost]
 
 
+def test_a_contender_that_is_too_slow_in_virtual_time_is_not_run(tmp_path):
+    cluster = small_cluster()._replace(limit_seconds=2.0)
+    slow = CONTENDERS["ddp"]._replace(grid={"factor": (1e-6, 1e-5)})
+    [table] = race([(cluster, [slow])], Results(tmp_path), 3, lambda fraction, text: None)
+    assert table.rows[0]["seconds"].startswith("not in 2, lowest loss 6.")
+    assert table.rows[0]["seconds"].endswith(" in virtual time")
+    assert [(run["clock"], run["seconds"]) for run in table.runs] == [("virtual", "")]
+
+
 def fails(trial, index, folder):
     """The main function of a rival whose second process fails, after the others have written something."""
     print("a line of a log", flush=True)
