@@ -57,7 +57,9 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
     assert local.eta is not None, "compose has completed it"
     assert local.beta is not None, "compose has completed it"
     layout = _layout(config, problem.parameters, _norms(config))
-    make_update = partial(_update, config, dtype=problem.dtype)
+    # A worker's steps may not depend on its processor, because a replay takes them on another one.
+    precision = config.geometry.precision if config.geometry.precision != "auto" else None
+    make_update = partial(_update, config, dtype=problem.dtype, precision=precision or "")
     return LocalSteps(problem, layout, make_update, local.steps, eta=local.eta, beta=local.beta)
 
 
@@ -319,7 +321,12 @@ def build_core(
     ``precision`` names the type that an earlier term has chosen for ``geometry.precision=auto``.
     """
     layout = build_layout(config, problem)
-    update = _update(config, layout, problem.dtype, device, precision)
+    chosen = precision or config.geometry.precision or ""
+    if chosen == "auto":
+        chosen = quick_precision(layout, problem.dtype, devices.has_bfloat16(device))
+    threads = config.server.compute_threads
+    crew = Crew(threads) if threads > 1 and devices.is_cpu(device) else None
+    update = _update(config, layout, dtype=problem.dtype, device=device, precision=chosen, crew=crew)
     initial = problem.initial(config.run.seed)
     if run is not None and config.init:
         initial = _given(run / INITIAL, layout, problem)
@@ -327,17 +334,12 @@ def build_core(
     return ServerCore(initial, build_method(config, layout), update, build_wire(config).gradient_dtype, rows)
 
 
-def _update(config: Config, layout: Layout, dtype: torch.dtype, device: torch.device | str, precision: str) -> Update:
-    chosen = precision or config.geometry.precision or ""
-    threads = config.server.compute_threads
+def _update(config: Config, layout: Layout, **given: Any) -> Update:
     return Update(
         layout,
-        dtype=dtype,
-        device=device,
         nesterov=config.method.nesterov,
         orthogonalization=config.geometry.orthogonalization,
-        precision=quick_precision(layout, dtype, devices.has_bfloat16(device)) if chosen == "auto" else chosen,
-        crew=Crew(threads) if threads > 1 and devices.is_cpu(device) else None,
+        **given,
     )
 
 

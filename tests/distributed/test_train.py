@@ -82,7 +82,8 @@ def test_a_large_update_by_several_threads_replays(tmp_path):
     (tmp_path / "text/a.txt").write_text("\n".join(f"the {i} of {i * i % 97} is {i % 7}" for i in range(2000)))
     model = ["problem=nanochat", "data=text", f"data.path={tmp_path}/text", "model.n_layer=4", "model.n_embd=192",
              "model.sequence_len=16", "model.vocab_size=300", "problem.batch=1"]  # fmt: skip
-    given = [*model, "cluster.workers=3", "server.compute_threads=2", "budget.updates=12", "run.report=false"]
+    given = [*model, "cluster.workers=3", "server.compute_threads=2", "budget.updates=12", "run.report=false",
+             "geometry=scion", "method.eta=0.001"]  # fmt: skip
     done = ringmaster("train", f"run.dir={tmp_path / 'run'}", *given)
     assert done.returncode == 0, done.stderr
     outcome = recompute(tmp_path / "run")

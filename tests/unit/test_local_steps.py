@@ -8,6 +8,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from ringmaster_dist import randomness
+from ringmaster_dist.algorithm.names import MIXED
+from ringmaster_dist.config import build
 from ringmaster_dist.config.build import accepted_tokens, build_core, build_layout, build_problem
 from ringmaster_dist.config.compose import compose, from_yaml, load
 from ringmaster_dist.config.errors import UserError
@@ -203,3 +205,13 @@ def test_defaults_and_mistakes_of_the_keys():
     ]:  # fmt: skip
         with pytest.raises(UserError, match=message):
             load(overrides)
+
+
+def test_the_precision_of_steps_does_not_depend_on_the_processor(monkeypatch):
+    """A replay takes the steps of all workers on one machine. The server's own updates may use what it has."""
+    monkeypatch.setattr(build, "quick_precision", lambda *given: MIXED)
+    problem, core = built()
+    assert core.update.precision == MIXED
+    assert problem._update.precision == str(problem.dtype).removeprefix("torch.")
+    problem, core = built("geometry.precision=bfloat16")
+    assert problem._update.precision == core.update.precision == "bfloat16"
