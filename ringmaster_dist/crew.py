@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
+_START_SECONDS = 60.0  # a thread that cannot be started ends the wait for it
+
 
 class Crew:
     """A fixed number of threads. They start at the first call of `run`, and end with the object."""
@@ -33,7 +35,7 @@ class Crew:
             call.result()
 
     def _started(self) -> ThreadPoolExecutor:
-        usual, all_there = torch.get_num_threads(), threading.Barrier(self.size)
+        usual, all_there = torch.get_num_threads(), threading.Barrier(self.size, timeout=_START_SECONDS)
         threads = ThreadPoolExecutor(self.size, "crew", initializer=_one_torch_thread)
         for call in [threads.submit(all_there.wait) for _ in range(self.size)]:
             call.result()

@@ -71,11 +71,11 @@ def title(device: torch.device | str) -> str:
 
 
 def has_bfloat16(device: torch.device | str) -> bool:
-    """Whether the device has instructions for bfloat16. Without them it is emulated, many times slower."""
-    kind = torch.device(device).type
-    if kind == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if kind == CPU else ()
+    """Whether it is a processor with instructions for bfloat16. Other processors emulate it, many times slower.
+
+    False for accelerators, where it has not been measured.
+    """
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if is_cpu(device) else ()
     return any(getattr(torch.cpu, name)() for name in names if hasattr(torch.cpu, name))
 
 

@@ -4,11 +4,11 @@
     u  = (1 - alpha) m + alpha g        with Nesterov, else u = m
     x' = (1 - eta * weight_decay) x + eta * radius * lmo(u)        with the block's own weight decay and radius
 
-The momentum starts at zero, so the first line holds for ``k = 0`` too. The part without an oracle is computed in pieces
-that fit the cache.
+The momentum starts at zero, so the first line holds for ``k = 0`` too.
 
-An update is a list of tasks. Without a crew, a task is a block, and torch uses its threads within each operation. With
-a crew, blocks are cut into tasks of a few matrices, which the threads of the crew take in turn. The bits are the same.
+An update is a list of tasks. Without a crew, a task is a block, and torch uses its threads within each operation. The
+part without an oracle is computed in pieces that fit the cache. With a crew, blocks are cut into tasks of a few
+matrices, which the threads of the crew take in turn. The bits are the same.
 
 Iterate, momentum and gradient are flat tensors ``(layout.size,)``. A gradient may also be packed (`quantized`).
 """
@@ -16,8 +16,8 @@ Iterate, momentum and gradient are flat tensors ``(layout.size,)``. A gradient m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,22 +25,15 @@ from ringmaster_dist import quantized
 from ringmaster_dist.algorithm import geometry as oracles
 from ringmaster_dist.algorithm.layout import Block, Layout
 from ringmaster_dist.algorithm.names import MIXED
+from ringmaster_dist.crew import Crew
 
 _PIECE = 1 << 16  # elements; three fp32 pieces fit the second-level cache of a core
 _TASK = 600_000  # elements of a crew's task, about: threads wait for each other at the end of large tasks
 _MANY = 1 << 19  # elements of square matrices, from which on bfloat16 saves a large part of the time
 
 
-class Crew(Protocol):
-    """Threads that call ``work`` with their numbers, 0 to size - 1, at the same time."""
-
-    size: int
-
-    def run(self, work: Callable[[int], None]) -> None: ...
-
-
 def quick_precision(layout: Layout, dtype: torch.dtype, has_bfloat16: bool) -> str:
-    """The quickest precision that does not slow down training, on a device that has bfloat16 or does not have it."""
+    """The quickest precision that reaches about the same loss, on a device that has bfloat16 or does not have it."""
     spectral = (block for block in layout.blocks if block.geometry == "spectral")
     size = sum(block.size for block in spectral if not oracles.uses_gram(block.rows, block.cols))
     return MIXED if has_bfloat16 and dtype == torch.float32 and size >= _MANY else _name(dtype)
@@ -75,7 +68,8 @@ class Update:
             shared = []
         self._desk = _Desk(self, [_Task(b, b.start, b.stop) for b in layout.blocks if b not in shared], _PIECE)
         # Tasks without an oracle are short. They are last, so that the threads end at about the same time.
-        tasks = [task for block in sorted(shared, key=lambda b: b.geometry == "none") for task in _cut(block)]
+        ordered = sorted(shared, key=lambda block: block.geometry == "none")
+        tasks = [task for block in ordered for task in _cut(block, crew.size if crew else 1)]
         self._crew = crew if tasks else None
         # Threads may wait for Python's lock between operations, so theirs are long: a piece is a whole task.
         self._desks = [_Desk(self, tasks, _TASK) for _ in range(self._crew.size)] if self._crew else []
@@ -94,7 +88,7 @@ class Update:
         """Writes the next iterate to ``out`` (which may be ``iterate``) and the next momentum over ``momentum``.
 
         The gradient may be of a shorter type, or packed, and is widened piece by piece. ``rounded`` receives the next
-        iterate too, in its own type, while the pieces are in the cache. All other tensors are ``(layout.size,)``.
+        iterate too, in its own type, after each piece. All other tensors are ``(layout.size,)``.
         """
         for planned in self._desk.plan:
             self._desk.compute(planned, iterate, momentum, gradient, eta, alpha, out, rounded)
@@ -154,10 +148,10 @@ def _can_be_shared(block: Block, threads: int) -> bool:
     return block.num_matrices >= threads and min(block.rows, block.cols) > 1  # one vector alone has another path
 
 
-def _cut(block: Block) -> Iterator[_Task]:
-    """The tasks of a block, which have whole matrices."""
+def _cut(block: Block, threads: int) -> Iterator[_Task]:
+    """The tasks of a block, which have whole matrices. There is one for every thread, or more."""
     matrix = 1 if block.geometry == "none" else block.rows * block.cols
-    length = max(1, _TASK // matrix) * matrix
+    length = max(1, min(_TASK, block.size // threads) // matrix) * matrix
     for start in range(block.start, block.stop, length):
         yield _Task(block, start, min(start + length, block.stop))
 
@@ -181,8 +175,7 @@ class _Desk:
         self._dtype, self._nesterov, self._size = update.dtype, update.nesterov, update.layout.size
         self._coefficients = oracles.COEFFICIENTS.get(update.orthogonalization)
         self._piece = piece
-        most = [piece if task.block.geometry == "none" else task.block.size for task in tasks]
-        sizes = [min(task.stop - task.start, limit) for task, limit in zip(tasks, most, strict=True)]
+        sizes = [_scratch_size(task, piece) for task in tasks]
         self._scratch = torch.empty(max(sizes, default=0), dtype=update.dtype, device=update.device)
         self._wide: torch.Tensor | None = None  # for gradients of a shorter type
         # Blocks whose shapes are equal up to transposition, such as c_fc and c_proj, share a workspace.
@@ -254,6 +247,11 @@ class _Desk:
             return scale * oracles.orthogonalize_exactly_(matrices)
         assert self._coefficients is not None
         return scale * oracles.orthogonalize_(matrices, self._coefficients, workspace)
+
+
+def _scratch_size(task: _Task, piece: int) -> int:
+    size = task.stop - task.start
+    return min(size, piece) if task.block.geometry == "none" else size
 
 
 def _step(x: torch.Tensor, direction: torch.Tensor, eta: float, keep: float, out: torch.Tensor) -> None:

@@ -44,6 +44,7 @@ _PLACES = {
 
 
 ON_DEVICES = ("update", "server")  # these take device=
+_WIDEST = 400  # columns of a table, as text
 LONG = ("time-to-loss",)  # these are quick, unless they are named
 
 
@@ -156,16 +157,18 @@ def show(title: str, columns: list[str], rows: list[dict[str, Any]], as_json: bo
         print(json.dumps({"bench": title, "machine": machine(), "rows": rows}))
         return
     from rich import box
+    from rich.measure import Measurement
     from rich.table import Table
 
     from ringmaster_dist.observe.closing import Stdout
 
     console = Stdout()
-    console.width = max(console.width, 110)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(str(row.get(column, "")) for column in columns))
+    needed = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
+    console.width = max(console.width, needed)  # a figure that is cut off is worse than a long line
     console.print(table)
     console.print(", ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)

@@ -41,6 +41,7 @@ OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9  # of DiLoCo, as in its paper
 
 _BUILT, _READY, _START, _SNAPSHOT, _OUTPUT, _FAILURE = "built", "ready", "start", "snapshot", "output", "failure"
 _TICK_SECONDS = 0.02
+_LAST_LINES = 5  # of a process that failed
 _READY_SECONDS = 180.0  # within which all processes have to be ready
 
 
@@ -259,12 +260,14 @@ class Crew:
         """The error of the first process that failed, because the others fail by it. Else what one was doing."""
         if failures := sorted(self._folder.glob(f"{_FAILURE}-*"), key=lambda path: path.stat().st_mtime):
             return failures[0].read_text()
-        for index, process in enumerate(self._processes):
-            if not (self._folder / f"{_READY}-{index}").exists():
-                lines = (self._folder / f"{_OUTPUT}-{index}").read_text().split("\n")
-                state = "is not ready" if process.exitcode is None else f"ended with exit code {process.exitcode}"
-                return f"process {index} {state}; it wrote: {' / '.join(line for line in lines if line) or 'nothing'}"
-        return "no process wrote an error"
+        codes = enumerate(process.exitcode for process in self._processes)
+        ended = [(index, f"ended with exit code {code}") for index, code in codes if code is not None]
+        ready = {path.name for path in self._folder.glob(f"{_READY}-*")}
+        late = [(n, "is not ready") for n in range(len(self._processes)) if f"{_READY}-{n}" not in ready]
+        index, state = [*ended, *late][0]
+        output = self._folder / f"{_OUTPUT}-{index}"
+        lines = [line for line in output.read_text().split("\n") if line] if output.exists() else []
+        return f"process {index} {state}; it wrote: {' / '.join(lines[-_LAST_LINES:]) or 'nothing'}"
 
 
 def victim_of(seed: int, number: int, members: int) -> int:

@@ -65,6 +65,7 @@ class Table(NamedTuple):
 
 
 COLUMNS = ["seconds", "x ringmaster", "updates", "rows used", "waste", "bytes", "setting"]
+_RUN_COLUMNS = ["cluster", "contender", "setting", "clock", "seed", "lowest loss", *Point._fields]
 _START_SECONDS = 12.0  # what a real trial takes before its clock starts and after it ends, for the estimate
 _ROWS_PER_SECOND = 2  # of metrics.jsonl, each with an evaluation
 
@@ -109,6 +110,8 @@ def run(
         kept = folder or Path("runs/time-to-loss")
         results = Results(Path(scratch) if quick else kept)
         chosen = _quick_races() if quick else _installed(races(clusters, contenders))
+        if not chosen:
+            return
         line = ProgressLine(Console(file=sys.stderr))
         try:
             tables = race(chosen, results, 1 if quick else seeds, line.show)
@@ -123,7 +126,7 @@ def run(
             (kept / "tables.md").write_text(_markdown(tables, seeds))
             contest_figure.draw([(table.cluster, table.seconds) for table in tables], kept / "time-to-loss.png")
             with (kept / "runs.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, tables[0].runs[0])
+                writer = csv.DictWriter(file, _RUN_COLUMNS)
                 writer.writeheader()
                 writer.writerows(row for table in tables for row in table.runs)
             names = ("tables.md", "runs.csv", "time-to-loss.png")
@@ -163,7 +166,8 @@ def race(
         rows = [{"contender": each.title, **standing(cluster, curves[each.name], medians.get(BASELINE)),
                  "setting": trials[each.name][0].words()} for each in named]  # fmt: skip
         for row, each in zip(rows, named, strict=True):
-            row["seconds"] += " in virtual time" * (trials[each.name][0] in hopeless)
+            if trials[each.name][0] in hopeless:
+                row["seconds"] += " in virtual time"
         runs = [
             _run_row(trial, curve) for name in trials for trial, curve in zip(trials[name], curves[name], strict=True)
         ]
@@ -175,14 +179,9 @@ def _run_row(trial: Trial, curve: Sequence[Point]) -> dict[str, Any]:
     """A trial as a row of runs.csv. What is not known of a run that did not reach the target is empty."""
     reached = arrival(curve, trial.cluster.target)
     figures = dict.fromkeys(Point._fields, "") if reached is None else reached._asdict()
-    names = {"cluster": trial.cluster.name, "contender": trial.contender.name, "setting": trial.words()}
-    return {
-        **names,
-        "clock": trial.clock,
-        "seed": trial.seed,
-        **figures,
-        "lowest_loss": min((p.loss for p in curve), default=math.inf),
-    }
+    names = [trial.cluster.name, trial.contender.name, trial.words(), trial.clock, trial.seed]
+    lowest = min((point.loss for point in curve), default=math.inf)
+    return dict(zip(_RUN_COLUMNS, [*names, lowest, *figures.values()], strict=True))
 
 
 # --- tuning ------------------------------------------------------------------------------------------------------
@@ -375,7 +374,8 @@ def _installed(chosen: list[tuple[Cluster, list[Contender]]]) -> list[tuple[Clus
     absent = {package for package in packages if importlib.util.find_spec(package) is None}
     if absent:
         print(f"without {', '.join(sorted(absent))}: pip install 'ringmaster-dist[compare]'", file=sys.stderr)
-    return [(cluster, [each for each in named if each.package not in absent]) for cluster, named in chosen]
+    present = [(cluster, [each for each in named if each.package not in absent]) for cluster, named in chosen]
+    return [(cluster, named) for cluster, named in present if named]
 
 
 def _markdown(tables: Sequence[Table], seeds: int) -> str:

@@ -21,7 +21,7 @@ from ringmaster_dist.algorithm.schedules import Constant, Constants, Ramped, Sch
 from ringmaster_dist.algorithm.update import Update, quick_precision
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.own_code import alike, problem_from, reported_once, source_of
-from ringmaster_dist.config.schema import CHECKOUT, DEPTH, TEXT_PROBLEMS, Config
+from ringmaster_dist.config.schema import AUTO, CHECKOUT, DEPTH, TEXT_PROBLEMS, Config
 from ringmaster_dist.config.validate import check_row_bounds
 from ringmaster_dist.crew import Crew
 from ringmaster_dist.errors import Mistake
@@ -58,8 +58,7 @@ def build_problem(config: Config, device: str = "cpu", rows: int | None = None) 
     assert local.beta is not None, "compose has completed it"
     layout = _layout(config, problem.parameters, _norms(config))
     # A worker's steps may not depend on its processor, because a replay takes them on another one.
-    precision = config.geometry.precision if config.geometry.precision != "auto" else None
-    make_update = partial(_update, config, dtype=problem.dtype, precision=precision or "")
+    make_update = partial(_update, config, dtype=problem.dtype, precision=_precision(config, ""))
     return LocalSteps(problem, layout, make_update, local.steps, eta=local.eta, beta=local.beta)
 
 
@@ -318,11 +317,12 @@ def build_core(
 ) -> ServerCore:
     """The server core at the beginning of a run, on a device. With ``init``, its weights are in the run's directory.
 
-    ``precision`` names the type that an earlier term has chosen for ``geometry.precision=auto``.
+    ``precision`` is what ``geometry.precision=auto`` means: the choice of an earlier term, or ``auto`` to choose by the
+    device, or empty for the problem's own type. A simulation leaves it empty, so as not to depend on the processor.
     """
     layout = build_layout(config, problem)
-    chosen = precision or config.geometry.precision or ""
-    if chosen == "auto":
+    chosen = _precision(config, precision)
+    if chosen == AUTO:
         chosen = quick_precision(layout, problem.dtype, devices.has_bfloat16(device))
     threads = config.server.compute_threads
     crew = Crew(threads) if threads > 1 and devices.is_cpu(device) else None
@@ -332,6 +332,12 @@ def build_core(
         initial = _given(run / INITIAL, layout, problem)
     rows = build_rows_by_speed(config, problem)
     return ServerCore(initial, build_method(config, layout), update, build_wire(config).gradient_dtype, rows)
+
+
+def _precision(config: Config, auto: str) -> str:
+    """The precision in the configuration; empty if it is null. ``auto`` stands for auto."""
+    given = config.geometry.precision or ""
+    return auto if given == AUTO else given
 
 
 def _update(config: Config, layout: Layout, **given: Any) -> Update:

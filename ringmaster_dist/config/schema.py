@@ -257,7 +257,7 @@ class GeometryConfig:
         one_of=ORTHOGONALIZATIONS)
     precision: str | None = key(
         "auto", "The five steps use this type; null means the problem's. mixed means bfloat16 for matrices that are "
-        "about square. auto means mixed for large models if the device of the updates has bfloat16, and else null.",
+        "about square. auto means mixed if a server of a large model has a processor with bfloat16, and else null.",
         one_of=("auto", MIXED, "float64", "float32", "bfloat16"))
 
 
@@ -387,7 +387,7 @@ class _Steps(NamedTuple):
     factors: dict[str, float]  # for the other methods
 
 
-AUTO = "auto"  # a value of method.threshold
+AUTO = "auto"  # a value of method.threshold and of geometry.precision
 
 # The default of method.eta. The quadratic has the paper's; NanoChat has the winners of ``ringmaster experiment steps``
 # and ``radii``. A model of the user's own gets what suited small ones, which is a guess; see docs/choosing.md.

@@ -12,7 +12,7 @@ import torch
 from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_core, build_method, build_problem, build_wire, rows_of
 from ringmaster_dist.config.profile_file import cluster_seconds
-from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.schema import AUTO, Config
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.runtime.placement import local_devices, local_workers, servers_device
 from ringmaster_dist.server import weights
@@ -28,7 +28,7 @@ def dry_run(config: Config, initial: Mapping[str, torch.Tensor] | None) -> int:
     local = local_devices(config)
     problem = build_problem(config, local[0], rows_of(config, 0))
     where = servers_device(config)
-    core = build_core(config, problem, device=where)
+    core = build_core(config, problem, device=where, precision=AUTO)
     iterate = core.snapshot.iterate.cpu()  # (size,)
     if initial is not None:
         iterate = weights.flat(initial, core.update.layout, problem.dtype)

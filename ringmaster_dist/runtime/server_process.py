@@ -20,7 +20,7 @@ from ringmaster_dist.config.build import accepted_tokens, build_core, build_fing
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.profile_file import cluster_seconds
-from ringmaster_dist.config.schema import Config
+from ringmaster_dist.config.schema import AUTO, Config
 from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.observe.closing import STOPPED_BY_USER
 from ringmaster_dist.observe.divergence import Divergence
@@ -73,7 +73,7 @@ def serve(
     directory.lock()
     problem = build_problem(config)
     device = servers_device(config)
-    core = build_core(config, problem, directory.path, device)
+    core = build_core(config, problem, directory.path, device, AUTO)
     checkpoints = Checkpoints(directory.path / "checkpoints", config.checkpoint.keep)
     state = _restore(core, checkpoints, directory)
     metrics = Metrics(core.update.layout, core.version, accepted_tokens(config))

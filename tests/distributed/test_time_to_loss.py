@@ -1,12 +1,13 @@
 """Time to loss in real processes: ours and DDP on two paced workers, kept results, and rivals that do not start."""
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
-from ringmaster_dist.bench import rivals
+from ringmaster_dist.bench import rivals, time_to_loss
 from ringmaster_dist.bench.contest import CLUSTERS, CONTENDERS, REAL, Trial
 from ringmaster_dist.bench.rivals import Member
 from ringmaster_dist.bench.time_to_loss import Results, race
@@ -61,6 +62,12 @@ def test_a_contender_that_is_too_slow_in_virtual_time_is_not_run(tmp_path):
     assert [(run["clock"], run["seconds"]) for run in table.runs] == [("virtual", "")]
 
 
+def test_a_race_without_an_installed_contender_is_no_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    time_to_loss.run(False, False, ["linear8"], ["ray"], 3, tmp_path)
+    assert capsys.readouterr().err == "without ray: pip install 'ringmaster-dist[compare]'\n"
+
+
 def fails(trial, index, folder):
     """The main function of a rival whose second process fails, after the others have written something."""
     print("a line of a log", flush=True)
@@ -68,6 +75,15 @@ def fails(trial, index, folder):
     member.wait_until_all_are_built()
     if index == 1:
         raise ValueError("no such port")
+    time.sleep(60)
+
+
+def aborts(trial, index, folder):
+    """The main function of a rival whose second process ends without an exception, after the start."""
+    Member(trial, index, folder).start_together()
+    if index == 1:
+        print("\n".join(f"line {number}" for number in range(9)), flush=True)
+        os._exit(3)
     time.sleep(60)
 
 
@@ -82,11 +98,13 @@ def hangs(trial, index, folder):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (fails, "process 1: ValueError: no such port"),
-        (hangs, "process 0 is not ready; it wrote: looking for the others"),
+        (fails, "{} did not start: process 1: ValueError: no such port"),
+        (hangs, "{} did not start: process 0 is not ready; it wrote: looking for the others"),
+        (aborts, "a process of {} died: process 1 ended with exit code 3; it wrote: line 4 / line 5 / line 6 / line 7 "
+                 "/ line 8"),
     ],
-)
-def test_a_rival_that_does_not_start_says_why(body, words, tmp_path, monkeypatch):
+)  # fmt: skip
+def test_a_rival_that_fails_says_why(body, words, tmp_path, monkeypatch):
     cluster = small_cluster()
     trial = Trial(cluster, CONTENDERS["ddp"], (("factor", 1.0),), 1, REAL)
     (tmp_path / "trial").mkdir()
@@ -94,11 +112,11 @@ def test_a_rival_that_does_not_start_says_why(body, words, tmp_path, monkeypatch
 
         def wait():
             while True:
-                if (tmp_path / "trial/ready-1").exists():
+                if body is hangs and (tmp_path / "trial/ready-1").exists():
                     monkeypatch.setattr(rivals, "_READY_SECONDS", 0.0)
                 crew.tick()
                 time.sleep(0.02)
 
         with pytest.raises(UserError) as raised:
             wait()
-    assert str(raised.value) == f"DDP (gloo), Muon + AdamW did not start: {words}"
+    assert str(raised.value) == words.format("DDP (gloo), Muon + AdamW")

@@ -207,11 +207,16 @@ def test_defaults_and_mistakes_of_the_keys():
             load(overrides)
 
 
-def test_the_precision_of_steps_does_not_depend_on_the_processor(monkeypatch):
-    """A replay takes the steps of all workers on one machine. The server's own updates may use what it has."""
+def test_only_a_server_s_precision_depends_on_its_processor(monkeypatch):
+    """A replay takes the steps of all workers on one machine, and a simulation is the same on every machine."""
     monkeypatch.setattr(build, "quick_precision", lambda *given: MIXED)
-    problem, core = built()
-    assert core.update.precision == MIXED
-    assert problem._update.precision == str(problem.dtype).removeprefix("torch.")
-    problem, core = built("geometry.precision=bfloat16")
-    assert problem._update.precision == core.update.precision == "bfloat16"
+    words = ["problem=python", "problem.target=tests.unit.test_local_steps:make", "local.steps=2"]
+    for given, of_steps, of_server in (("auto", "float32", MIXED), ("null", "float32", "float32"),
+                                       ("bfloat16", "bfloat16", "bfloat16")):  # fmt: skip
+        config = load([*words, f"geometry.precision={given}"])
+        problem = build_problem(config)
+        assert problem._update.precision == of_steps
+        assert build_core(config, problem).update.precision == of_steps
+        assert build_core(config, problem, precision="auto").update.precision == of_server
+    config = load([*words, "geometry.precision=auto"])
+    assert build_core(config, build_problem(config), precision="bfloat16").update.precision == "bfloat16"  # a replay
