@@ -205,7 +205,7 @@ class _NoiseRows:
         shape = (64, context + 1)
         self.train = self.validation = np.random.default_rng(0).integers(0, vocabulary, shape, dtype=np.uint16)
 
-    def sample(self, seed: int, worker_id: int, sequence: int, count: int) -> np.ndarray:
+    def sample(self, seed: int, worker_id: int, sequence: int, count: int, stream: int = 0) -> np.ndarray:
         return self.train[(np.arange(count) + sequence * count) % len(self.train)]
 
 
@@ -219,13 +219,13 @@ def gradient(quick: bool, as_json: bool) -> None:
                          "sample, no cache": _sample(config, cached=False)}, 1 if quick else 4)  # fmt: skip
     table = [
         *compared("gradient", seconds, plain),
-        _cost_of_checks(min(seconds[ours])),
+        _cost_of_checks(min(seconds[ours]), 60 if quick else 400),
         *compared("gradient", sampling, "sample, cache"),
     ]
     show("gradient", ["gradient", "relative", "ms", "worst ms"], table, as_json)
 
 
-def _cost_of_checks(whole: float) -> dict[str, Any]:
+def _cost_of_checks(whole: float, rounds: int) -> dict[str, Any]:
     """The cost of being interruptible, as a share of ``whole``.
 
     The checks cost the same in a small model. So they are measured in a model of the same depth and hardly any width,
@@ -234,7 +234,7 @@ def _cost_of_checks(whole: float) -> dict[str, Any]:
     config = NanoChatConfig(n_head=1, n_kv_head=1, n_embd=32, vocab_size=64, sequence_len=8)
     rows: Any = _NoiseRows(context=8, vocabulary=64)
     candidates = {name: _our_gradient(config, rows, watched=name == "with") for name in ("with", "without")}
-    seconds = by_turns(candidates, 400)
+    seconds = by_turns(candidates, rounds)
     pairs = sorted(a - b for a, b in zip(seconds["with"], seconds["without"], strict=True))
     cost, ninth_decile = statistics.median(pairs), pairs[int(0.9 * len(pairs))]
     return {"gradient": "of it, being interruptible", "relative": f"{100 * cost / whole:.2f} %",

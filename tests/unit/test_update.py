@@ -12,6 +12,7 @@ from ringmaster_dist.algorithm.geometry import reference_lmo
 from ringmaster_dist.algorithm.layout import GEOMETRY_MAPS, ROLES, Layout, Norm, Parameter
 from ringmaster_dist.algorithm.names import MIXED
 from ringmaster_dist.algorithm.update import Update, quick_precision
+from ringmaster_dist.bench import arithmetic
 from ringmaster_dist.bench.arithmetic import paper_parameters
 from ringmaster_dist.crew import Crew
 
@@ -260,3 +261,8 @@ def test_mixed_precision_rounds_only_what_is_about_square():
         mixed, like = steps[MIXED][parameter.name], "bfloat16" if is_rounded else "float32"
         assert torch.equal(mixed, steps[like][parameter.name]), parameter.name
     assert not torch.equal(steps["bfloat16"]["square0"], steps["float32"]["square0"])
+
+
+def test_the_bench_of_gradients_draws_its_rows_as_the_problem_asks_for_them():
+    cost = arithmetic._cost_of_checks(1.0, 2)  # of gradients with and without the checks
+    assert cost["relative"] == f"{float(cost['relative'].removesuffix(' %')):.2f} %"
