@@ -5,6 +5,9 @@ A command passes through three states. Until it has begun, a signal ends the pro
 ended. A command that has results to write asks for signals inside `stop_signals`, and ends where it chooses to.
 The exit code is 128 plus the number of the signal: 130 for Ctrl+C, 143 for SIGTERM.
 
+While a module is being imported, `Stopped` waits. C++ code of torch imports modules too, and aborts the process if
+that raises.
+
 Python runs a handler only between two instructions of the main thread, which may wait in C++ code for a minute. So a
 thread hears of signals too, by the wakeup file descriptor, and ends the process if the main thread does not.
 """
@@ -27,6 +30,7 @@ STOPPED = tuple(128 + number for number in _SIGNALS)  # the exit codes of a comm
 _active: list[StopRequest] = []  # of the `stop_signals` that are entered, the newest last
 _LAST_WORK_SECONDS = 1.0  # that a stopped command spends on a result that it can do without
 _CLEANUP_SECONDS = 1.5  # a stopped command that has not ended after this long is ended
+_IMPORT_SECONDS = 0.02  # between two looks whether an import has ended
 _raises = False  # whether a signal raises `Stopped`
 
 
@@ -66,7 +70,7 @@ def raise_when_stopped() -> None:
 
     def stop(number: int, frame: FrameType | None) -> None:
         end_at_once()
-        raise Stopped(number)
+        _raise_after_imports(number, frame)
 
     for number in _SIGNALS:
         signal.signal(number, stop)
@@ -75,6 +79,22 @@ def raise_when_stopped() -> None:
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
     threading.Thread(target=_end_after_a_signal, args=(heard,), name="signals", daemon=True).start()
+
+
+def _raise_after_imports(number: int, frame: FrameType | None) -> None:
+    """Raises `Stopped`, at once or when the imports in progress have ended. ``frame`` is the interrupted one."""
+    if not _is_importing(frame):
+        raise Stopped(number)
+    signal.signal(signal.SIGALRM, lambda _, frame: _raise_after_imports(number, frame))
+    signal.setitimer(signal.ITIMER_REAL, _IMPORT_SECONDS)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end_after_a_signal(heard: int) -> None:

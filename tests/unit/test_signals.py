@@ -33,6 +33,17 @@ try:
 except Stopped as error:
     print("stopped", error.exit_code, flush=True)
 """
+IMPORTS = """
+import signal, sys
+from ringmaster_dist.signals import raise_when_stopped, Stopped
+raise_when_stopped()
+sys.path.insert(0, sys.argv[1])
+try:
+    import pressed
+    signal.pause()
+except Stopped as error:
+    print("stopped", error.exit_code, flush=True)
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -47,3 +58,12 @@ def test_a_process_that_waits_in_cpp_code_ends(number):
 def test_ctrl_c_while_the_fork_server_starts_is_not_lost():
     done = subprocess.run([sys.executable, "-c", STARTS_FORK_SERVER], capture_output=True, text=True)
     assert done.stdout == "still here\nstopped 130\n", done.stderr
+
+
+def test_ctrl_c_during_an_import_waits_for_its_end(tmp_path):
+    """C++ code that imports a module aborts the process if the import raises."""
+    (tmp_path / "pressed.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nprint('imported', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", IMPORTS, str(tmp_path)], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("imported\nstopped 130\n", "")
