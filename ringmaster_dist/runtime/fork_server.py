@@ -1,6 +1,7 @@
-"""The fork server imports this module first, and from then on it ends with the process that has started it.
+"""The settings of the fork server, which imports this module first.
 
-Otherwise a fork server whose parent was killed would finish its imports first, and keep a pipe of the parent open.
+From then on the fork server ends with the process that has started it. Otherwise a fork server whose parent was killed
+would finish its imports first, and keep a pipe of the parent open.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+
+from ringmaster_dist.transport.process_settings import search_garbage_seldom
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the processes that are forked later do not inherit it
 
@@ -20,4 +23,5 @@ def end_with_parent() -> None:
 
 if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # and not in a test that imports it
     end_with_parent()
+    search_garbage_seldom()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked at the start; a process may handle it

@@ -93,6 +93,12 @@ class Gate:
         reported: dict[str, int] = {}
         next_report = 0.0
         while True:
+            if time.monotonic() >= next_report:  # the first one tells the server that workers may come
+                next_report = time.monotonic() + _REPORT_SECONDS
+                counts = {"pipes": self._num_pipes, "refused": self._pending.num_refused, **self._relay.carried}
+                if counts != reported:
+                    reported = counts
+                    self.report(counts)
             for key, _ in self._selector.select(_REPORT_SECONDS):
                 if key.fileobj is self._control:
                     self._flush()
@@ -103,12 +109,6 @@ class Gate:
                     self._pending.read(key.fileobj)  # type: ignore[arg-type]
             self._pending.expire()
             self._complete_orphans()
-            if time.monotonic() >= next_report:
-                next_report = time.monotonic() + _REPORT_SECONDS
-                counts = {"pipes": self._num_pipes, "refused": self._pending.num_refused, **self._relay.carried}
-                if counts != reported:
-                    reported = counts
-                    self.report(counts)
 
     def report(self, facts: dict[str, Any]) -> None:
         """Sends a line to the server."""

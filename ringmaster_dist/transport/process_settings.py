@@ -1,4 +1,4 @@
-"""Settings of a whole process: torch's environment, the C library's allocator, descriptors, name. Never imports torch.
+"""Settings of a process: torch's environment, allocator, garbage collection, descriptors, name. Never imports torch.
 
 Fresh pages are most of the cost of a big message, because every page of it is a page fault. A worker therefore keeps
 freed memory and uses it again. A server must not: several of its threads allocate big blocks with small ones between
@@ -9,6 +9,7 @@ system when it is freed. Huge pages, where the system has them, keep the page fa
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import sys
@@ -16,6 +17,7 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
 _LARGE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 1 << 20
+_NEW_OBJECTS = 50_000  # between two searches for reference cycles; Python's default is 700
 
 
 def prepare_environment() -> None:
@@ -25,6 +27,11 @@ def prepare_environment() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for big tensors
     # OpenMP's threads sleep between two operations. If they spin, processes that share the cores stop each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def search_garbage_seldom() -> None:
+    """Makes imports quicker. Those of torch make a million objects that stay, and searches among them take long."""
+    gc.set_threshold(_NEW_OBJECTS)
 
 
 def keep_memory() -> None:
