@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -177,9 +176,6 @@ def _named(known: Mapping[str, Any], name: str, setting: str, given: Sequence[st
     return known[name]
 
 
-# --- outcomes ----------------------------------------------------------------------------------------------------
-
-
 class Point(NamedTuple):
     """The state of a trial at an evaluation. All but the loss are totals since its start."""
 
@@ -202,76 +198,3 @@ def arrival(curve: Sequence[Point], target: float) -> Point | None:
             return Point(*(a + part * (b - a) for a, b in zip(before, point, strict=True)))
         before = point
     return None
-
-
-def waste(point: Point, workers: int) -> float:
-    """The share of the workers' seconds that went into no used gradient: discarded work, and waiting."""
-    return max(0.0, 1.0 - point.used_seconds / (workers * point.seconds))
-
-
-def standing(cluster: Cluster, curves: Sequence[Sequence[Point]], ours: float | None) -> dict[str, Any]:
-    """The figures of a contender in the table, from one curve for each seed.
-
-    ``ours`` is the median of the baseline's seconds. A seed that did not reach the target counts as infinitely late,
-    and the other figures are medians over the seeds that did.
-    """
-    reached = [point for curve in curves if (point := arrival(curve, cluster.target)) is not None]
-    seconds = sorted(seconds_by_seed(cluster, curves))
-    median = median_seconds(seconds)
-    if median is None:
-        best = min((point.loss for curve in curves for point in curve), default=math.inf)
-        count = f", {len(reached)} of {len(curves)} did" if reached else f", lowest loss {best:.2f}"
-        empty = dict.fromkeys(("x ringmaster", "updates", "rows used", "waste", "bytes"), "")
-        return {"seconds": f"not in {cluster.limit_seconds:g}{count}", **empty}
-    spread = f" ({_shown(seconds[0])} to {_shown(seconds[-1])})" if len(seconds) > 1 else ""
-
-    def middle(values: Sequence[float]) -> float:
-        return statistics.median(values)
-
-    return {
-        "seconds": f"{_shown(median)}{spread}",
-        "x ringmaster": f"{median / ours:.2f}" if ours else "",
-        "updates": f"{middle([point.updates for point in reached]):,.0f}",
-        "rows used": f"{middle([point.rows for point in reached]):,.0f}",
-        "waste": f"{middle([waste(point, cluster.workers) for point in reached]):.0%}",
-        "bytes": _size(middle([point.num_bytes for point in reached])),
-    }
-
-
-def seconds_by_seed(cluster: Cluster, curves: Sequence[Sequence[Point]]) -> list[float]:
-    """The seconds to the target, infinite where it was not reached."""
-    found = [arrival(curve, cluster.target) for curve in curves]
-    return [math.inf if point is None else point.seconds for point in found]
-
-
-def median_seconds(by_seed: Sequence[float]) -> float | None:
-    """The median over the seeds. None if it is not finite."""
-    median = statistics.median_high(by_seed) if by_seed else math.inf
-    return median if math.isfinite(median) else None
-
-
-def verdict(medians: Mapping[str, float | None]) -> str:
-    """A sentence that names the quickest contender. ``medians`` are the seconds by contender."""
-    by_side: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
-    for name, seconds in medians.items():
-        by_side[CONTENDERS[name].kind == OURS].append((math.inf if seconds is None else seconds, name))
-    if not by_side[True] or not by_side[False]:
-        return ""
-    (ours, our_name), (theirs, their_name) = min(by_side[True]), min(by_side[False])
-    if not math.isfinite(min(ours, theirs)):
-        return "Nobody reached the target."
-    if not math.isfinite(theirs):
-        return f"The quickest of ours is {our_name}. No rival reached the target."
-    if theirs < ours:
-        lead = f"{ours / theirs:.2f} times as long" if math.isfinite(ours) else "longer than the limit"
-        return f"We lose here: {their_name} is quickest, and the quickest of ours, {our_name}, takes {lead}."
-    lead = f"{theirs / ours:.2f} times as long"
-    return f"The quickest of ours is {our_name}. The quickest rival, {their_name}, takes {lead}."
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds:.1f}" if math.isfinite(seconds) else "never"
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -8,7 +8,6 @@ is a file in the folder, so the same command continues after an interruption, an
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import math
@@ -22,9 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ringmaster_dist.bench import machine, show, train
+from ringmaster_dist.bench import contest_tables, machine, show, train
 from ringmaster_dist.bench.contest import (
     BASELINE,
     CLUSTERS,
@@ -41,31 +40,17 @@ from ringmaster_dist.bench.contest import (
     Point,
     Trial,
     arrival,
-    median_seconds,
     races,
-    seconds_by_seed,
     settings_of,
-    standing,
-    verdict,
 )
+from ringmaster_dist.bench.contest_tables import COLUMNS, Result
 from ringmaster_dist.bench.peers import descendants
 from ringmaster_dist.simulation.pool import processes
 
 Progress = Callable[[float, str], None]
 
 
-class Table(NamedTuple):
-    """What was found on a cluster."""
-
-    cluster: Cluster
-    rows: list[dict[str, Any]]  # of the table
-    words: str  # that name the quickest contender
-    seconds: dict[str, list[float]]  # of each seed by contender, infinite where the target was not reached
-    runs: list[dict[str, Any]]  # one for each contender and seed
-
-
-COLUMNS = ["seconds", "x ringmaster", "updates", "rows used", "waste", "bytes", "setting"]
-_RUN_COLUMNS = ["cluster", "contender", "setting", "clock", "seed", "lowest loss", *Point._fields]
+_RUNS = "runs.csv"
 _START_SECONDS = 12.0  # what a real trial takes before its clock starts and after it ends, for the estimate
 _ROWS_PER_SECOND = 2  # of metrics.jsonl, each with an evaluation
 
@@ -89,8 +74,20 @@ class Results:
         hidden.replace(self._folder / f"{trial.key}.json")
 
     def curve(self, trial: Trial) -> list[Point]:
-        read = json.loads((self._folder / f"{trial.key}.json").read_text())
-        return [Point(*(math.inf if value is None else value for value in row)) for row in read["curve"]]
+        return _curve(self._read(trial))
+
+    def brief(self, trial: Trial) -> Result:
+        read = self._read(trial)
+        words = "{processor}, {cores} cores, python {python}, torch {torch}".format_map(read["machine"])
+        return Result.of(trial, _curve(read), read["date"], words)
+
+    def _read(self, trial: Trial) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads((self._folder / f"{trial.key}.json").read_text())
+        return read
+
+
+def _curve(read: dict[str, Any]) -> list[Point]:
+    return [Point(*(math.inf if value is None else value for value in row)) for row in read["curve"]]
 
 
 def run(
@@ -112,31 +109,36 @@ def run(
         chosen = _quick_races() if quick else _installed(races(clusters, contenders))
         if not chosen:
             return
+        earlier = [] if quick else contest_tables.read(kept / _RUNS)  # a file that cannot be read is noticed now
         line = ProgressLine(Console(file=sys.stderr))
         try:
-            tables = race(chosen, results, 1 if quick else seeds, line.show)
+            found = race(chosen, results, 1 if quick else seeds, line.show)
         finally:
             line.close()
-        for cluster, rows, words, _, _ in tables:
-            show(f"time-to-loss {cluster.target:g}, {cluster.title}", ["contender", *COLUMNS], rows, as_json)
-            print(words, file=sys.stderr)
+        for table in contest_tables.tables(found, {cluster.name: cluster for cluster, _ in chosen}):
+            title = f"time-to-loss {table.cluster.target:g}, {table.cluster.title}"
+            show(title, ["contender", *COLUMNS], table.rows, as_json)
+            print(table.words, file=sys.stderr)
         if not quick:
-            from ringmaster_dist.bench import contest_figure
+            _write_files(kept, contest_tables.merged(earlier, found))
 
-            (kept / "tables.md").write_text(_markdown(tables, seeds))
-            contest_figure.draw([(table.cluster, table.seconds) for table in tables], kept / "time-to-loss.png")
-            with (kept / "runs.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, _RUN_COLUMNS)
-                writer.writeheader()
-                writer.writerows(row for table in tables for row in table.runs)
-            names = ("tables.md", "runs.csv", "time-to-loss.png")
-            print(f"files: {', '.join(str(kept / name) for name in names)}", file=sys.stderr)
+
+def _write_files(folder: Path, results: Sequence[Result]) -> None:
+    """Writes the results, and the tables and the figure of them."""
+    from ringmaster_dist.bench import contest_figure
+
+    runs, document, figure = (folder / name for name in (_RUNS, "tables.md", "time-to-loss.png"))
+    made = contest_tables.tables(results)
+    contest_tables.write(runs, results)
+    document.write_text(contest_tables.markdown(made))
+    contest_figure.draw([(table.cluster, table.seconds) for table in made], figure)
+    print(f"files: {document}, {runs}, {figure}", file=sys.stderr)
 
 
 def race(
     chosen: Iterable[tuple[Cluster, list[Contender]]], results: Results, seeds: int, progress: Progress
-) -> list[Table]:
-    """Tunes and runs. Returns a table for each cluster."""
+) -> list[Result]:
+    """Tunes and runs. Returns the results in the order of clusters, contenders and seeds."""
     chosen = list(chosen)
     pairs = [(cluster, contender) for cluster, named in chosen for contender in named]
     _tune(pairs, results, progress)
@@ -156,32 +158,12 @@ def race(
         progress(1 - left / total, f"{number} of {len(missing)} runs, {words}, about {left / 60:.0f} min left")
         results.add(trial, play(trial))
         left -= cost
-    tables = []
-    for cluster, named in chosen:
-        shown = [*wanted, *hopeless]
-        trials = {each.name: [t for t in shown if t.cluster == cluster and t.contender == each] for each in named}
-        curves = {name: [results.curve(trial) for trial in own] for name, own in trials.items()}
-        seconds = {name: seconds_by_seed(cluster, own) for name, own in curves.items()}
-        medians = {name: median_seconds(own) for name, own in seconds.items()}
-        rows = [{"contender": each.title, **standing(cluster, curves[each.name], medians.get(BASELINE)),
-                 "setting": trials[each.name][0].words()} for each in named]  # fmt: skip
-        for row, each in zip(rows, named, strict=True):
-            if trials[each.name][0] in hopeless:
-                row["seconds"] += " in virtual time"
-        runs = [
-            _run_row(trial, curve) for name in trials for trial, curve in zip(trials[name], curves[name], strict=True)
-        ]
-        tables.append(Table(cluster, rows, verdict(medians), seconds, runs))
-    return tables
-
-
-def _run_row(trial: Trial, curve: Sequence[Point]) -> dict[str, Any]:
-    """A trial as a row of runs.csv. What is not known of a run that did not reach the target is empty."""
-    reached = arrival(curve, trial.cluster.target)
-    figures = dict.fromkeys(Point._fields, "") if reached is None else reached._asdict()
-    names = [trial.cluster.name, trial.contender.name, trial.words(), trial.clock, trial.seed]
-    lowest = min((point.loss for point in curve), default=math.inf)
-    return dict(zip(_RUN_COLUMNS, [*names, lowest, *figures.values()], strict=True))
+    return [
+        results.brief(trial)
+        for winner in winners
+        for trial in ([winner] if winner in hopeless else wanted)
+        if (trial.cluster, trial.contender) == (winner.cluster, winner.contender)
+    ]
 
 
 # --- tuning ------------------------------------------------------------------------------------------------------
@@ -357,7 +339,7 @@ def _parts(trial: Trial, folder: Path) -> tuple[Any, int, bool, Any]:
     return ray_server.driver, 1, True, None
 
 
-# --- selection and tables ----------------------------------------------------------------------------------------
+# --- selection ---------------------------------------------------------------------------------------------------
 
 
 def _quick_races() -> list[tuple[Cluster, list[Contender]]]:
@@ -376,17 +358,3 @@ def _installed(chosen: list[tuple[Cluster, list[Contender]]]) -> list[tuple[Clus
         print(f"without {', '.join(sorted(absent))}: pip install 'ringmaster-dist[compare]'", file=sys.stderr)
     present = [(cluster, [each for each in named if each.package not in absent]) for cluster, named in chosen]
     return [(cluster, named) for cluster, named in present if named]
-
-
-def _markdown(tables: Sequence[Table], seeds: int) -> str:
-    """The tables for a document, with the date and the machine."""
-    facts = ", ".join(f"{key} {value}" for key, value in machine().items())
-    parts = [f"Made by `ringmaster bench time-to-loss` on {date.today()}, {seeds} seeds: {facts}.\n"]
-    for cluster, rows, words, _, _ in tables:
-        parts.append(f"### {cluster.title}, to a loss of {cluster.target:g}\n")
-        parts.append("| | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 1))
-        parts += [
-            f"| {row['contender']} | " + " | ".join(str(row[column]) for column in COLUMNS) + " |" for row in rows
-        ]
-        parts.append(f"\n{words}\n")
-    return "\n".join(parts)

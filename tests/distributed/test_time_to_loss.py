@@ -9,6 +9,7 @@ import pytest
 
 from ringmaster_dist.bench import rivals, time_to_loss
 from ringmaster_dist.bench.contest import CLUSTERS, CONTENDERS, REAL, Trial
+from ringmaster_dist.bench.contest_tables import tables
 from ringmaster_dist.bench.rivals import Member
 from ringmaster_dist.bench.time_to_loss import Results, race
 from ringmaster_dist.config.errors import UserError
@@ -31,10 +32,11 @@ def test_ours_and_ddp_race_and_finished_trials_are_kept(tmp_path):
 
     def raced():
         results = Results(tmp_path)
-        [table] = race([(cluster, [ours, ddp])], results, 1, lambda fraction, text: steps.append(text))
+        found = race([(cluster, [ours, ddp])], results, 1, lambda fraction, text: steps.append(text))
+        assert [(result.contender, result.seed) for result in found] == [("ringmaster", 1), ("ddp", 1)]
+        [table] = tables(found, {cluster.name: cluster})
         assert table.words.startswith(("The quickest of ours is ringmaster", "We lose here: ddp"))
-        assert [(run["contender"], run["seed"]) for run in table.runs] == [("ringmaster", 1), ("ddp", 1)]
-        assert [f"{run['seconds']:.1f}" for run in table.runs] == [row["seconds"] for row in table.rows]
+        assert [f"{result.seconds:.1f}" for result in found] == [row["seconds"] for row in table.rows]
         return table.rows, {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
     (first, second), kept = raced()
@@ -56,10 +58,9 @@ def test_ours_and_ddp_race_and_finished_trials_are_kept(tmp_path):
 def test_a_contender_that_is_too_slow_in_virtual_time_is_not_run(tmp_path):
     cluster = small_cluster()._replace(limit_seconds=2.0)
     slow = CONTENDERS["ddp"]._replace(grid={"factor": (1e-6, 1e-5)})
-    [table] = race([(cluster, [slow])], Results(tmp_path), 3, lambda fraction, text: None)
-    assert table.rows[0]["seconds"].startswith("not in 2, lowest loss 6.")
-    assert table.rows[0]["seconds"].endswith(" in virtual time")
-    assert [(run["clock"], run["seconds"]) for run in table.runs] == [("virtual", "")]
+    [result] = race([(cluster, [slow])], Results(tmp_path), 3, lambda fraction, text: None)
+    assert (result.clock, result.reached) == ("virtual", None)
+    assert 6.0 < result.lowest_loss < 7.0
 
 
 def test_a_race_without_an_installed_contender_is_no_error(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringmaster_dist.bench import time_to_loss, twins
+from ringmaster_dist.bench import contest_tables, time_to_loss, twins
 from ringmaster_dist.bench.contest import (
     CLUSTERS,
     CONTENDERS,
@@ -17,10 +17,8 @@ from ringmaster_dist.bench.contest import (
     arrival,
     races,
     settings_of,
-    standing,
-    verdict,
-    waste,
 )
+from ringmaster_dist.bench.contest_tables import Result, standing, verdict, waste
 from ringmaster_dist.bench.rivals import batch_of, config_of, local_steps, optimizers_of, problem_of, victim_of
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.profiles import rate_at
@@ -40,18 +38,60 @@ def test_the_time_of_arrival_is_between_two_evaluations():
 
 def test_the_figures_of_a_contender():
     cluster = CLUSTERS["linear8"]._replace(workers=4, target=4.0, limit_seconds=60.0)
-    slower, never = [point._replace(seconds=2 * point.seconds) for point in FALLING], FALLING[:2]
-    row = standing(cluster, [slower, FALLING, slower], ours=10.0)
+    trial = Trial(cluster, CONTENDERS["ddp"], (("factor", 2.0),), 1, "real")
+    late = [point._replace(seconds=2 * point.seconds) for point in FALLING]
+    once, slower, never = (Result.of(trial, curve, "", "") for curve in (FALLING, late, FALLING[:2]))
+    row = standing(cluster, [slower, once, slower], ours=10.0)
     assert row["seconds"] == "40.0 (20.0 to 40.0)"
     assert row["x ringmaster"] == "4.00"
     assert (row["updates"], row["rows used"], row["bytes"]) == ("300", "800", "4.00 GB")
     assert row["waste"] == "56%"  # 70 of 160 worker seconds were used
     assert waste(FALLING[-1], 4) == pytest.approx(1 - 70 / 80)
-    one_missed = standing(cluster, [FALLING, slower, never], ours=None)
+    one_missed = standing(cluster, [once, slower, never], ours=None)
     assert (one_missed["seconds"], one_missed["x ringmaster"]) == ("40.0 (20.0 to never)", "")
-    two_missed = standing(cluster, [never, FALLING, never], ours=10.0)
+    two_missed = standing(cluster, [never, once, never], ours=10.0)
     assert (two_missed["seconds"], two_missed["waste"]) == ("not in 60, 1 of 3 did", "")
     assert standing(cluster, [never], ours=10.0)["seconds"] == "not in 60, lowest loss 5.00"
+    virtual = never._replace(clock="virtual")
+    assert standing(cluster, [virtual], ours=10.0)["seconds"] == "not in 60, lowest loss 5.00 in virtual time"
+
+
+def result(cluster, contender, seconds, seed=1, **facts):
+    reached = None if seconds is None else Point(seconds, 3.8, 300, 800, 70.0, 4e9)
+    known = {"setting": "factor 2", "clock": "real", "date": "2026-11-18", "machine": "a laptop", "lowest_loss": 3.7}
+    return Result(cluster, contender, seed=seed, reached=reached, **{**known, **facts})
+
+
+def test_results_of_a_part_join_the_others(tmp_path):
+    """A second part replaces one contender of the first cluster and adds another cluster. Nothing else changes."""
+    path = tmp_path / "runs.csv"
+    first = [
+        result("linear8", "ringmaster", 20.0),
+        result("linear8", "ddp", 50.0),
+        result("linear8", "ddp", None, seed=2),
+    ]
+    contest_tables.write(path, first)
+    assert contest_tables.read(path) == first
+    second = [result("change", "ringmaster", 30.0), result("linear8", "ringmaster", 10.0, date="2026-11-19")]
+    joined = contest_tables.merged(contest_tables.read(path), second)
+    assert joined == [second[1], *first[1:], second[0]]
+    linear, change = contest_tables.tables(joined)
+    assert [row["seconds"] for row in linear.rows] == ["10.0", "not in 120, 1 of 2 did"]
+    assert linear.words == "The quickest of ours is ringmaster. No rival reached the target."
+    assert linear.seconds == {"ringmaster": [10.0], "ddp": [50.0, math.inf]}
+    assert linear.origin == "2026-11-18 and 2026-11-19, 2 seeds, a laptop"
+    assert change.words == ""
+    document = contest_tables.markdown([linear, change])
+    assert "| ringmaster, a fixed threshold | 10.0 | 1.00 | 300 | 800 | 12% | 4.00 GB | factor 2 |" in document
+
+
+@pytest.mark.parametrize("text", ["cluster,contender\nlinear8,ddp\n", "not a table", None])
+def test_a_damaged_file_of_results_is_noticed_before_the_races(text, tmp_path, monkeypatch):
+    path = tmp_path / "runs.csv"
+    path.write_text(text) if text else contest_tables.write(path, [result("linear9", "ddp", 3.0)])
+    monkeypatch.setattr(time_to_loss, "race", lambda *_: pytest.fail("hours later"))
+    with pytest.raises(UserError, match="has no results of this version"):
+        time_to_loss.run(False, False, ["linear8"], ["ringmaster"], 3, tmp_path)
 
 
 def test_the_table_says_who_wins():
