@@ -76,19 +76,22 @@ def on_one_machine(size: int, rounds: int) -> list[dict[str, Any]]:
     cpu: dict[str, list[float]] = {name: [] for name in _OURS}
     with ExitStack() as stack:
         others = {name: stack.enter_context(Peer(__name__, kind, str(size))) for name, kind in kinds.items()}
-        assert all(peer.address for peer in others.values()), "one of them has not come up"
+        servers = {
+            name: stack.enter_context(Peer(__name__, "server", wire, "127.0.0.1", str(int(tls))))
+            for name, (wire, tls) in _OURS.items()
+        }
+        assert all(peer.address for peer in (*others.values(), *servers.values())), "one of them has not come up"
         for _ in range(rounds):
             for name, other in others.items():
                 other.ask(str(_EXCHANGES))
                 seconds[name] += json.loads(other.answer())
             for name, (wire, tls) in _OURS.items():
                 # A process has one RPC agent at a time, so each round makes a connection of its own.
-                with Peer(__name__, "server", wire, "127.0.0.1", str(int(tls))) as peer:
-                    pusher = Pusher(peer.address, size, _WIRES[wire], tls=tls)
-                    before = cpu_seconds(os.getpid())
-                    seconds[name] += _times(pusher.push, _EXCHANGES)
-                    cpu[name].append((cpu_seconds(os.getpid()) - before) / (_EXCHANGES + 1))
-                    pusher.close()
+                pusher = Pusher(servers[name].address, size, _WIRES[wire], tls=tls)
+                before = cpu_seconds(os.getpid())
+                seconds[name] += _times(pusher.push, _EXCHANGES)
+                cpu[name].append((cpu_seconds(os.getpid()) - before) / (_EXCHANGES + 1))
+                pusher.close()
     rows = compared("exchange", seconds, _BASELINE)
     for row in rows:
         codec = Codec(_WIRES[_OURS.get(row["exchange"], ("float32", True))[0]], size, torch.float32)

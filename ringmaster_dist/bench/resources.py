@@ -39,8 +39,8 @@ from ringmaster_dist.server.outlets import NoJournal
 from ringmaster_dist.server.service import Service, Settings
 
 _MODEL = ["problem=nanochat", "model=nanochat_d6", "model.sequence_len=256", "problem.batch=1", "data=stdlib",
-          "problem.validation_rows=1", "cluster.workers=2", "cluster.profile=none", "checkpoint.every=null",
-          "budget.seconds=600"]  # fmt: skip
+          "problem.validation_rows=1", "problem.final_tokens=256", "cluster.workers=2", "cluster.profile=none",
+          "checkpoint.every=null", "budget.seconds=600"]  # fmt: skip
 _ROW_SECONDS = 0.3  # between rows: 60 s of budget, 200 samples
 _WORKERS, _DIM = 8, 1729
 

@@ -26,11 +26,11 @@ from ringmaster_dist.wire import Wire
 
 _COLUMNS = ["server", "of 1/update", "updates/s", "1/update time", "stale answered ms", "idle ms"]
 _STALE_PUSHES = 15  # the bench shows their median
-_THRESHOLD = 24  # so no push of 16 workers is stale
+_SPARE = 8  # the threshold is larger than the number of workers by this, so none of their pushes is stale
 
 
 def run(quick: bool, as_json: bool, device: str = "cpu") -> None:
-    seconds, counts = (2.0, (4,)) if quick else (4.0, (1, 4, 16))
+    seconds, counts = (2.0, (2,)) if quick else (4.0, (1, 4, 16))
     rows = [row for problem in ("quadratic", "nanochat") for row in measure(problem, seconds, counts, device)]
     show("server", _COLUMNS, rows, as_json)
 
@@ -38,14 +38,17 @@ def run(quick: bool, as_json: bool, device: str = "cpu") -> None:
 def measure(problem: str, seconds: float, counts: tuple[int, ...], device: str = "cpu") -> list[dict[str, Any]]:
     alone, measured = _step_seconds(problem, device), []
     with ExitStack() as stack:
-        server = stack.enter_context(Peer(__name__, "server", problem, device))
-        late = stack.enter_context(Peer(__name__, "stale", problem, server.address))
+        threshold = str(max(counts) + _SPARE)
+        server = stack.enter_context(Peer(__name__, "server", problem, threshold, device))
+        late = stack.enter_context(Peer(__name__, "stale", problem, threshold, server.address))
+        pushing = [Peer(__name__, "push", problem, threshold, server.address) for _ in range(max(counts))]
+        processes = [stack.enter_context(process) for process in pushing]
+        assert all(process.address for process in processes), "a worker has not come up"
         idle = _stale_milliseconds(late)
-        workers: list[Peer] = []
         for count in counts:
-            while len(workers) < count:
-                workers.append(stack.enter_context(Peer(__name__, "push", problem, server.address)))
-            assert all(worker.address for worker in workers), "a worker has not come up"
+            workers = processes[:count]
+            _start(workers, 0.0)  # they join
+            _results(workers)
             _start(workers, seconds)
             done = _results(workers)
             rate = sum(accepted for accepted, _ in done) / max(took for _, took in done)
@@ -83,7 +86,7 @@ def _stale_milliseconds(late: Peer) -> float:
 def _step_seconds(problem: str, device: str) -> list[float]:
     """Seconds of updates, or of the copies for one if they take longer."""
     torch.set_num_threads(1)  # as the server does
-    layout, repeats = layout_of(problem), 12 if layout_of(problem).size > 1e6 else 200
+    layout, repeats = layout_of(problem), 8 if layout_of(problem).size > 1e6 else 200
     taken = by_turns({"update": update_step(layout, device=device), "copies": _copies(layout.size, device)}, repeats)
     return max(taken.values(), key=statistics.median)
 
@@ -108,19 +111,22 @@ def _copies(size: int, device: str) -> Callable[[], None]:
 # --- in the other processes ----------------------------------------------------------------------------------------
 
 
-def _push(pusher: Pusher) -> None:
+def _push(join: Callable[[], Pusher], threshold: int) -> None:
     """Reads a number of seconds, pushes as fast as it can for that long, and prints how many pushes were accepted."""
     print("ready", flush=True)
+    pusher = None
     for line in sys.stdin:
+        pusher = pusher or join()  # not before, so that its first gradient is new
         began, accepted = time.monotonic(), 0
         while time.monotonic() < began + float(line):
             accepted += pusher.push()
         print(accepted, time.monotonic() - began, flush=True)
 
 
-def _push_stale(pusher: Pusher) -> None:
+def _push_stale(join: Callable[[], Pusher], threshold: int) -> None:
     """Brings the server beyond the threshold. Then, whenever it is asked, prints the seconds of a rejected push."""
-    while pusher.version <= _THRESHOLD:
+    pusher = join()
+    while pusher.version <= threshold:
         pusher.push()
     print("ready", flush=True)
 
@@ -132,9 +138,10 @@ def _push_stale(pusher: Pusher) -> None:
 
 
 if __name__ == "__main__":
-    kind, problem, *rest = sys.argv[1:]
+    kind, problem, threshold, place = sys.argv[1:]
     if kind == "server":
-        serve(problem, Wire(), threshold=_THRESHOLD, updates=True, device=rest[0])
+        serve(problem, Wire(), threshold=int(threshold), updates=True, device=place)
     else:
         torch.set_num_threads(1)
-        {"push": _push, "stale": _push_stale}[kind](Pusher(rest[0], layout_of(problem).size, Wire()))
+        body = {"push": _push, "stale": _push_stale}[kind]
+        body(lambda: Pusher(place, layout_of(problem).size, Wire()), int(threshold))
