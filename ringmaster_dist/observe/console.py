@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -191,17 +192,19 @@ class LiveTable:
     def update(self) -> None:
         """Called often, and shows something now and then. A failure to show the run does not stop the run."""
         if time.monotonic() >= self._next:
-            try:
-                self._update(time.monotonic())
-            except Exception as error:
-                log.warning("the run cannot be shown any more (%s: %s); it continues", type(error).__name__, error)
-                self._next = math.inf
+            self._attempt(self._update)
 
-    def _update(self, now: float) -> None:
+    def _attempt(self, show: Callable[[], None]) -> None:
+        try:
+            show()
+        except Exception as error:
+            log.warning("the run cannot be shown any more (%s: %s); it continues", type(error).__name__, error)
+            self._next = math.inf
+
+    def _update(self) -> None:
+        now = time.monotonic()
         self._next = now + _REFRESH_SECONDS
-        self._run.refresh()
-        if self._awaited:
-            self._tell_of_workers()
+        self._read()
         if self._console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -212,10 +215,15 @@ class LiveTable:
             line = f"{self._progress().fraction:4.0%}  {self._run.line()}{self._what_is_awaited()}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def _read(self) -> None:
+        self._run.refresh()
+        if self._awaited:
+            self._tell_of_workers()
+
     def _tell_of_workers(self) -> None:
         """Says where the server listens, and who has joined or left. On a terminal this is above the table."""
         address = RunFiles(self._directory).read("address")
-        if address != self._address:
+        if address and address != self._address:
             self._address = address
             self._say(f"the server listens at {address}; a worker joins with")
             self._say(f"  ringmaster worker server={address} token_file={self._directory / 'token'}")
@@ -232,8 +240,11 @@ class LiveTable:
         return "  the weights are evaluated" if self._progress().fraction >= 1 else ""
 
     def close(self) -> None:
+        """Ends the table, and tells of the joins and leaves since the last refresh."""
         if self._live is not None:
             self._live.stop()
+        if self._awaited and self._next < math.inf:
+            self._attempt(self._read)
 
     def _progress(self) -> measures.Progress:
         return measures.Progress.of(self._run.version, self._run.seconds, *self._limits)

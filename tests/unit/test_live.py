@@ -129,6 +129,11 @@ def test_joins_and_leaves_are_told_once(tmp_path):
         "worker-0 lost its lease (1 of 2)",
     ]
     assert screen.getvalue().count("joined") == 1
+    with (tmp_path / "members.jsonl").open("a") as file:
+        file.write(member(1, 1, "leave"))
+    (tmp_path / "address").unlink()
+    table.close()  # sooner than the next refresh
+    assert screen.getvalue().splitlines()[-1] == "worker-1 left (0 of 2)"
 
 
 def test_the_closing_table_is_measured_and_says_how_to_resume(tmp_path):
