@@ -8,19 +8,15 @@ say "lint"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/codespell
-if [ $# -gt 0 ]; then
-    .venv/bin/mypy
-    exec .venv/bin/python -m pytest "$@"
-fi
-say "type checks, and tests on all cores"
-.venv/bin/mypy &
-types=$!
+say "type checks"
+.venv/bin/mypy
+[ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
+say "tests on all cores"
 # Many tests wait for processes most of their time, so twice as many run as there are cores.
 usual="not alone and not docker"
 if ! .venv/bin/python -m pytest -n "$((2 * $(nproc)))" --dist worksteal --durations 15 -m "$usual"; then
     say "some tests failed while others ran at the same time: they get a second chance, one by one"
     .venv/bin/python -m pytest --last-failed --last-failed-no-failures none -m "$usual"
 fi
-wait "$types"
 say "tests that measure time, one by one"
 .venv/bin/python -m pytest -m "alone and not docker"
