@@ -1,11 +1,16 @@
-"""The messages between a worker and the server. They are values, and nothing here decides anything."""
+"""The messages between a worker and the server. They are values, and nothing here decides anything.
+
+Readers of run files need the verdict and no tensor. So importing this module does not import torch, which takes
+seconds.
+"""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Verdict(str, Enum):
@@ -136,6 +141,8 @@ class Push(NamedTuple):
     interruptions: Interruptions = Interruptions()  # of this worker so far
 
     def is_well_formed(self) -> bool:
+        import torch
+
         return (
             all(_is_count(number) for number in (self.sequence, self.gradient_version, self.term, self.rows))
             and type(self.loss) is float

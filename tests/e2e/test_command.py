@@ -61,6 +61,20 @@ def test_every_command_has_a_help_text_and_needs_no_torch_for_it():
         assert word in done.stdout
 
 
+def test_commands_that_read_runs_need_no_torch(tmp_path):
+    """An import of torch takes longer than all that they do."""
+    run = str(tmp_path / "run")
+    assert ringmaster("simulate", "problem.dim=20", "budget.updates=5", f"run.dir={run}").returncode == 0
+    calls = [["runs", str(tmp_path)], ["runs", "compare", run, run], ["report", run, "--out", f"{tmp_path}/report"],
+             ["theory", "cluster.workers=8"]]  # fmt: skip
+    code = (
+        "import json, sys; from ringmaster_dist.cli.main import main;"
+        "codes = [main(words) for words in json.loads(sys.argv[1])]; print(codes, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(calls)], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0] False", done.stderr
+
+
 @pytest.mark.parametrize("words", [["--help"], ["advise", "times=1,2"]])  # a plain text, and a table
 def test_a_reader_that_has_seen_enough_is_no_failure(words):
     reading, writing = os.pipe()
