@@ -60,6 +60,8 @@ CLUSTERS = {
             "kills", "8 workers, linear; one of them is killed every 10 seconds", 8, (*_SMALL, *_LINEAR), 3.8, 120.0,
             kill_seconds=10.0,
         ),
+        Cluster("equal", "8 workers of the same speed", 8,
+                (*_SMALL, "cluster.profile=similar", "cluster.unit_seconds=0.2"), 3.8, 60.0),
     )
 }  # fmt: skip
 
