@@ -124,15 +124,18 @@ def run(
 
 
 def _write_files(folder: Path, results: Sequence[Result]) -> None:
-    """Writes the results, and the tables and the figure of them."""
+    """Writes the results, and the tables and figures of them."""
     from ringmaster_dist.bench import contest_figure
 
-    runs, document, figure = (folder / name for name in (_RUNS, "tables.md", "time-to-loss.png"))
+    paths = [folder / name for name in (_RUNS, "tables.md", "time-to-loss.png", "overview.png")]
+    runs, document, figure, overview = paths
     made = contest_tables.tables(results)
     contest_tables.write(runs, results)
     document.write_text(contest_tables.markdown(made))
-    contest_figure.draw([(table.cluster, table.seconds) for table in made], figure)
-    print(f"files: {document}, {runs}, {figure}", file=sys.stderr)
+    seconds = [(table.cluster, table.seconds) for table in made]
+    contest_figure.draw(seconds, figure)
+    contest_figure.draw_overview(seconds, overview)
+    print(f"files: {', '.join(map(str, paths))}", file=sys.stderr)
 
 
 def race(

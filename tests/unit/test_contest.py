@@ -85,6 +85,16 @@ def test_results_of_a_part_join_the_others(tmp_path):
     assert "| ringmaster, a fixed threshold | 10.0 | 1.00 | 300 | 800 | 12% | 4.00 GB | factor 2 |" in document
 
 
+def test_files_are_made_of_any_part_of_the_races(tmp_path, capsys):
+    """A contender that missed the target, and a cluster without the contenders of the overview, are no failure."""
+    missed = [result("change", "rows", 9.0), result("change", "diloco-scaled", None), result("equal", "ray", None)]
+    time_to_loss._write_files(tmp_path, missed)
+    assert contest_tables.read(tmp_path / "runs.csv") == missed
+    sizes = [(tmp_path / name).stat().st_size for name in ("time-to-loss.png", "overview.png")]
+    assert min(sizes) > 5000
+    assert f"{tmp_path}/overview.png" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["cluster,contender\nlinear8,ddp\n", "not a table", None])
 def test_a_damaged_file_of_results_is_noticed_before_the_races(text, tmp_path, monkeypatch):
     path = tmp_path / "runs.csv"
