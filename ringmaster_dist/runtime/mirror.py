@@ -106,7 +106,7 @@ class RemoteRun:
         manifest = {"checkpoint": name, "sha256": sha256_of(source.content), "files": files}
         self._system.pipe_file(self._path(f".{name}"), json.dumps(manifest).encode())
         self._system.mv(self._path(f".{name}"), self._path(f"{name}.json"))
-        self._remove_old(keep)
+        self._remove_old(name, keep)
 
     def download(self, folder: Path) -> str:
         """Puts the newest good checkpoint and its files into an empty folder. Returns the checkpoint's name.
@@ -161,13 +161,15 @@ class RemoteRun:
                     raise ValueError(f"a part of {path.name} is not what its name says")
                 file.write(part)
 
-    def _remove_old(self, keep: int) -> None:
-        names = self.names()
-        for name in names[:-keep]:
+    def _remove_old(self, newest: str, keep: int) -> None:
+        """Removes all but the newest ``keep``, and others of the newest one's moment: names do not order these."""
+        found = self.names()
+        names = [name for name in found if name == newest or moment(name) != moment(newest)][-keep:]
+        for name in set(found).difference(names):
             self._system.rm_file(self._path(f"{name}.json"))
-        kept = [self._manifest(name) for name in names[-keep:]]
+        kept = [self._manifest(name) for name in names]
         needed = {part for manifest in kept for parts in manifest["files"].values() for part in parts}
-        for kind, used in ((_PARTS, needed), (_CHECKPOINTS, set(names[-keep:]))):
+        for kind, used in ((_PARTS, needed), (_CHECKPOINTS, set(names))):
             for name in set(self._listed(kind)) - used:
                 self._system.rm_file(self._path(kind, name))
         self._uploaded = needed

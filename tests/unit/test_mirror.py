@@ -17,7 +17,7 @@ from ringmaster_dist.runtime import mirror as module
 from ringmaster_dist.runtime.mirror import Mirror, RemoteRun, Source, fetch
 from ringmaster_dist.runtime.preparation import _composed, _refuse_used_mirror, prepare
 from ringmaster_dist.server.checkpoints import Checkpoints
-from tests.unit.test_checkpoints import save
+from tests.unit.test_checkpoints import save, state
 
 SECONDS = 60.0
 
@@ -101,6 +101,19 @@ def test_the_newest_are_kept_with_their_files_and_come_back(url, tmp_path, monke
 
 def moment(name):
     return int(name.partition("version-")[2][:9])
+
+
+@pytest.mark.parametrize("ended", [False, True])  # the hashes of the two names are in either order
+def test_a_checkpoint_replaces_another_of_the_same_moment(url, tmp_path, ended):
+    """The last checkpoint of a run may have the pushes and the version of the one before, and says more."""
+    run, remote = LocalRun(tmp_path / "run"), RemoteRun(url)
+    run.upload(remote, 5)
+    for is_over in (ended, not ended):
+        source = Source(run.checkpoints.save(state(10, is_over), 0), {})
+        remote.upload(run.folder, source, run.keep)
+        source.close()
+    assert [moment(name) for name in remote.names()] == [5, 10]
+    assert remote.names()[-1] == source.checkpoint.name
 
 
 @pytest.mark.parametrize("damage", ["checkpoint", "part", "manifest", "missing"])
