@@ -17,7 +17,8 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
 _LARGE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 1 << 20
-_NEW_OBJECTS = 50_000  # between two searches for reference cycles; Python's default is 700
+_NEW_OBJECTS = 50_000  # between two searches for reference cycles during imports
+_USUAL_OBJECTS = gc.get_threshold()  # Python's default, 700 or 2,000 of the youngest
 
 
 def prepare_environment() -> None:
@@ -34,13 +35,21 @@ def search_garbage_seldom() -> None:
     gc.set_threshold(_NEW_OBJECTS)
 
 
+def _search_garbage_as_usual() -> None:
+    """For a process that runs long: a reference cycle may hold big tensors. What was imported is not searched again."""
+    gc.freeze()
+    gc.set_threshold(*_USUAL_OBJECTS)
+
+
 def keep_memory() -> None:
     """A worker's process keeps freed memory from now on."""
+    _search_garbage_as_usual()
     _mallopt({_MMAP_MAX: 0, _ARENA_MAX: 1, _TRIM_THRESHOLD: 2**31 - 1})
 
 
 def return_memory() -> None:
     """A server's process returns freed big blocks to the system from now on."""
+    _search_garbage_as_usual()
     _mallopt({_MMAP_THRESHOLD: _LARGE_BYTES, _ARENA_MAX: 2})
 
 
