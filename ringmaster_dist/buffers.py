@@ -13,6 +13,7 @@ import torch
 
 from ringmaster_dist import devices
 
+_MOST_IDLE = 3  # beyond the memory that is in use
 _count = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -30,9 +31,11 @@ class Buffers:
         if _count is None:
             return self._allocated()
         with self._lock:
-            for storage, idle in self._all:
-                if _count(storage._cdata) == idle:
-                    return torch.empty(0, dtype=self._dtype).set_(storage)
+            idle = [entry for entry in self._all if _count(entry[0]._cdata) == entry[1]]
+            for entry in idle[_MOST_IDLE:]:  # of peers that were slow, or have gone
+                self._all.remove(entry)
+            if idle:
+                return torch.empty(0, dtype=self._dtype).set_(idle[0][0])
             tensor = self._allocated()
             storage = tensor.untyped_storage()
             self._all.append((storage, _count(storage._cdata) - 1))  # minus the tensor that is returned

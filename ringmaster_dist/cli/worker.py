@@ -57,6 +57,8 @@ def worker_options(parser: Parser) -> None:
                    "Without it, workers take the accelerators in turn, or the CPU if there is none",
                    device_names)  # fmt: skip
     parser.setting("tls=BOOL", "false means no encryption, for a server with server.tls=false", _true_or_false, "true")
+    parser.setting("insecure=BOOL", "true works also where other users of this machine cannot be kept away from this "
+                   "worker's memory", _true_or_false, "false")  # fmt: skip
     parser.setting("slot=N", "the place in the delay profile that sets its pace; -1 means its own id", whole(), -1)
     parser.setting("connect_seconds=S", "how long it waits for a connection", seconds, ServerConfig.connect_seconds)
     parser.setting(
@@ -109,7 +111,7 @@ def run_worker(arguments: Namespace, overrides: list[str]) -> int:
             "--nproc-per-node and --max-restarts"
         )
     refuse_workers(arguments.workers or 1, "workers", "start them on several machines")
-    names = ("target", "tls", "slot", "connect_seconds", "call_seconds", "patience_seconds")
+    names = ("target", "tls", "insecure", "slot", "connect_seconds", "call_seconds", "patience_seconds")
     keywords: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     named: list[str] = arguments.device or []
 

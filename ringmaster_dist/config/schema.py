@@ -296,7 +296,11 @@ class ServerConfig:
     tls: bool = key(
         True, "true encrypts connections, and both ends prove the token; false is for loopback only.")
     insecure: bool = key(
-        False, "true allows tls=false where other machines can connect. Anyone who listens there can read the token.")
+        False, "true allows tls=false where other machines can connect; anyone who listens there can read the token. "
+        "It also allows systems that cannot keep other users of the machine away from the server's files.")
+    workers_per_address: int = key(
+        64, "At most this many workers may connect from one address, apart from those that this user starts on this "
+        "machine.", least=1)
     handshake_seconds: float = key(5.0, "A new connection has this long to prove the token.", above=0)
     start_seconds: float = key(
         30.0, "The first workers wait this long for cluster.workers to join; then the run starts.", least=0)

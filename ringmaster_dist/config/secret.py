@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import string
 from pathlib import Path
 
 from ringmaster_dist.config.errors import UserError
 
-_LEAST_CHARACTERS = 16
+_LEAST_DIGITS, _LEAST_DIFFERENT = 32, 8
 
 
 def given_token(token_file: str = "") -> str:
@@ -22,11 +23,16 @@ def given_token(token_file: str = "") -> str:
 
 
 def servers_token() -> str:
-    """The token that a server will trust, checked for length; empty if the server has to make one."""
+    """The token that a server will trust; empty if the server has to make one.
+
+    It has to be a random number. Anybody who connects sees a certificate that follows from the token, and could try one
+    chosen word after the other without connecting again.
+    """
     token = given_token()
-    if token and (len(token) < _LEAST_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token):
+    is_number = len(token) >= _LEAST_DIGITS and not set(token) - set(string.hexdigits)
+    if token and not (is_number and len(set(token)) >= _LEAST_DIFFERENT):
         raise UserError(
-            f"the token given by RINGMASTER_TOKEN or RINGMASTER_TOKEN_FILE must have at least {_LEAST_CHARACTERS} "
-            "letters and digits; openssl rand -hex 16 makes one"
+            "the token given by RINGMASTER_TOKEN or RINGMASTER_TOKEN_FILE must be a random number of at least "
+            f"{_LEAST_DIGITS} hexadecimal digits: openssl rand -hex 16 makes one"
         )
     return token

@@ -25,7 +25,7 @@ from ringmaster_dist.protocol import Receipt, Verdict
 from ringmaster_dist.server.weights import INITIAL
 
 # If one of these is there, the directory holds a run.
-_PRESENT = (*FILES, INITIAL, "address", "token", "wandb.id", "checkpoints", "report", "wandb")
+_PRESENT = (*FILES, INITIAL, "address", "token", "sessions", "wandb.id", "checkpoints", "report", "wandb")
 _MADE_LATER = ("dashboard.json", "weights.safetensors", "weights.yaml", "weights.tokenizer.json")  # by other commands
 _BYTES_PER_WRITE = 1 << 16
 _LOOKED_AT_SECONDS = 1.0  # a process that only looks whether the directory is in use holds its lock for less

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -82,7 +83,9 @@ def serve(
     writer = CheckpointWriter(checkpoints, journal, config.checkpoint.every, core)
     torch.set_num_threads(config.server.compute_threads)
     fingerprint = build_fingerprint(core.update.layout, problem)
-    service = Service(core, _settings(config, config_text, fingerprint, token), journal, writer, state=state)
+    service = Service(
+        core, _settings(config, config_text, fingerprint, token, _session_key(directory)), journal, writer, state=state
+    )
     host = _listen(service, config, directory, token)
     service.start()
     directory.write_secret("address", host.address)
@@ -200,11 +203,12 @@ class _Monitor:
             log.warning("server v=%d: %s", row.version, divergence.words(self._config.method.eta))
 
 
-def _settings(config: Config, config_text: str, fingerprint: str, token: str) -> Settings:
+def _settings(config: Config, config_text: str, fingerprint: str, token: str, session_key: str) -> Settings:
     return Settings(
         config_text=config_text,
         fingerprint=fingerprint,
         token=token,
+        session_key=session_key,
         max_updates=config.budget.updates or math.inf,
         max_seconds=config.budget.seconds or math.inf,
         lease_seconds=config.server.lease_seconds,
@@ -244,6 +248,13 @@ def _restore(core: ServerCore, checkpoints: Checkpoints, directory: RunDirectory
     return found[1] if found else None
 
 
+def _session_key(directory: RunDirectory) -> str:
+    """The key that signs sessions. A run that comes from elsewhere gets another, and its workers join again."""
+    if not directory.read("sessions"):
+        directory.write_secret("sessions", secrets.token_hex(32))
+    return directory.read("sessions")
+
+
 def _listen(service: Service, config: Config, directory: RunDirectory, token: str) -> Host:
     """Listens at the configured port. Without one, a restarted server takes its earlier port, and another takes any."""
     from ringmaster_dist.transport import AuthenticationFailed
@@ -258,6 +269,7 @@ def _listen(service: Service, config: Config, directory: RunDirectory, token: st
         return Host(
             service, settings.host, port, token=token, tensor_bytes=most_bytes, tls=settings.tls,
             handshake_seconds=settings.handshake_seconds, threads=settings.threads, timeout=settings.call_seconds,
+            insecure=settings.insecure, workers_per_address=settings.workers_per_address,
         )  # fmt: skip
 
     earlier = directory.read("address")

@@ -125,7 +125,7 @@ def _has_an_address(server: SupervisedProcess, directory: RunDirectory, asked: S
 
 def worker_arguments(config: Config, slot: int) -> dict[str, Any]:
     """How a worker connects, how long it waits, where it computes, and which user code it may import."""
-    names = ("tls", "connect_seconds", "call_seconds", "patience_seconds")
+    names = ("tls", "insecure", "connect_seconds", "call_seconds", "patience_seconds")
     code = config.problem.target or config.problem.path or ""
     own = {"target": code, "device": in_turn(config.cluster.devices or (), slot)}
     return {**own, **{name: getattr(config.server, name) for name in names}}

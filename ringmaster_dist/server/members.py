@@ -1,9 +1,9 @@
 """The workers of a run, and the sessions that name them. Everything here happens under the lock of the service.
 
 A worker that loses its lease is counted out, and is a member again after its next call. A session has the worker, its
-seat and a nonce, and is signed with the run's token, so a restarted server recognises the sessions of its earlier
-terms. Two sessions of one worker id differ in their nonce: a restarted server may give the same id to another
-worker, and does not mistake one for the other.
+seat and a nonce, and is signed with a key that only the server has, so a restarted server recognises the sessions of
+its earlier terms, and no worker can make one. Two sessions of one worker id differ in their nonce: a restarted server
+may give the same id to another worker, and does not mistake one for the other.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Holder(NamedTuple):
 class Sessions:
     """Issues sessions and recognises them. It keeps none."""
 
-    def __init__(self, token: str) -> None:
-        self._key = token.encode()
+    def __init__(self, key: str) -> None:
+        """``key`` is the server's secret, which workers do not know."""
+        self._key = key.encode()
 
     def issue(self, worker: int, seat: Seat) -> str:
         words = json.dumps([*seat.device, seat.host]).encode().hex()
@@ -74,11 +75,11 @@ class Member:
 class Members:
     """Reports each join and leave to the core and to the history (``note``), until the run is ending."""
 
-    def __init__(self, core: ServerCore, token: str, note: Callable[..., None], life: Life, leases: Leases) -> None:
+    def __init__(self, core: ServerCore, key: str, note: Callable[..., None], life: Life, leases: Leases) -> None:
         self.by_worker: dict[int, Member] = {}
         self._gone: set[int] = set()  # workers that left after the run began to end, which is not part of the history
         self._core, self._note, self._life, self._leases = core, note, life, leases
-        self._sessions = Sessions(token)
+        self._sessions = Sessions(key)
 
     def admit(self, request: JoinRequest) -> tuple[int, str]:
         """Returns a new worker and its session. A negative slot stands for the worker's id."""

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -73,6 +74,7 @@ class Settings:
     expected_workers: int = 1  # the run starts when they have joined
     start_seconds: float = 0.0  # or this long after the first joined
     wire: Wire = Wire()  # noqa: RUF009  (immutable)
+    session_key: str = field(default_factory=secrets.token_hex)  # signs sessions; it never leaves the server
 
 
 class Service:
@@ -100,7 +102,7 @@ class Service:
         self._life = Life(clock)
         self._admission = Admission(settings.token, settings.expected_workers, settings.start_seconds, clock)
         self._leases = Leases(settings.lease_seconds, clock)
-        self._members = Members(core, settings.token, journal.membership, self._life, self._leases)
+        self._members = Members(core, settings.session_key, journal.membership, self._life, self._leases)
         self._waiting = Waiting(self.meter)
         self._all_left = threading.Event()
         self._closing = threading.Event()

@@ -33,7 +33,8 @@ from torch.distributed.rpc import api, internal
 
 from ringmaster_dist import __version__, protocol
 from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
-from ringmaster_dist.transport.loopback import LOOPBACK
+from ringmaster_dist.transport.loopback import LOOPBACK, Listener, start_closed
+from ringmaster_dist.transport.tensorpipe import name_of_call
 
 SERVER = "server"  # the name of the server's agent
 
@@ -125,6 +126,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         except ValueError as error:
             raise pickle.UnpicklingError(f"refused: a message that is not a pickle ({error})") from error
         super().__init__(io.BytesIO(message))
+        self._message = message
 
     def find_class(self, module: str, name: str) -> Any:
         if module == internal.__name__ and name == "_InternalRPCPickler":
@@ -155,7 +157,7 @@ class ServersUnpickler(RestrictedUnpickler):
     def load(self) -> Any:
         call = super().load()
         good = type(call) is internal.PythonUDF and type(call.func) is _Call and type(call.args) is tuple
-        if not good or type(call.kwargs) is not dict or call.kwargs:
+        if not good or type(call.kwargs) is not dict or call.kwargs or call.func.name != name_of_call(self._message):
             raise pickle.UnpicklingError("refused: a message that is not one of the five calls")
         return call._replace(func=_CALLS[call.func.name])
 
@@ -210,21 +212,21 @@ def check_assumptions() -> None:
             raise RuntimeError(f"torch {torch.__version__} has no {owner.__name__}.{name}, which the transport needs")
 
 
-def start_server_agent(threads: int, seconds: float) -> int:
-    """Starts the server's agent and returns its port. ``threads`` run the calls, and ``seconds`` is torch's timeout."""
-    return _start(HashStore(), SERVER, 0, 1, threads, seconds)
+def start_server_agent(threads: int, seconds: float, *, insecure: bool = False) -> Listener:
+    """Starts the server's agent. ``threads`` run the calls, and ``seconds`` is torch's timeout. Raises RuntimeError."""
+    return start_closed(lambda: _start(HashStore(), SERVER, 0, 1, threads, seconds), insecure=insecure)
 
 
-def start_worker_agent(name: str, server_address: str, seconds: float) -> int:
-    """Starts a worker's agent that knows a server at this HOST:PORT, and returns the agent's own port."""
+def start_worker_agent(name: str, server_address: str, seconds: float, *, insecure: bool = False) -> None:
+    """Starts a worker's agent that knows a server at this HOST:PORT. Nobody can connect to it. Raises RuntimeError."""
     store = HashStore()
     store.set("names/0", SERVER)
     store.set(f"addrs/{SERVER}", f"uv://{server_address}")
-    return _start(store, name, 1, 2, 4, seconds)
+    start_closed(lambda: _start(store, name, 1, 2, 4, seconds), insecure=insecure).socket.close()
 
 
-def _start(store: HashStore, name: str, rank: int, world_size: int, threads: int, seconds: float) -> int:
-    """Makes an agent the current one of this process. Returns the port of loopback that the agent listens on."""
+def _start(store: HashStore, name: str, rank: int, world_size: int, threads: int, seconds: float) -> None:
+    """Makes an agent the current one of this process."""
     from torch._C._distributed_autograd import _init
     from torch._C._distributed_rpc import TensorPipeAgent
 
@@ -241,7 +243,6 @@ def _start(store: HashStore, name: str, rank: int, world_size: int, threads: int
     if not address.startswith(f"uv://{LOOPBACK}:"):
         stop_agent()
         raise RuntimeError(f"torch {torch.__version__} listens at {address} instead of {LOOPBACK}: refusing")
-    return int(address.rpartition(":")[2])
 
 
 def stop_agent() -> None:

@@ -8,12 +8,12 @@ answer, it forwards nothing. The agent's own listener accepts no connection.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import platform
 import re
+import secrets
 import socket
 import ssl
 import threading
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 
 _STORE_PING = b"\x00\xce\xf7\x85\x3c\x0d" + b"ring"  # torch's TCPStore answers with the last four bytes
 _STORE_SECONDS = 1.0  # a store answers this ping within this time
-_agent_numbers = itertools.count()  # an agent's name must be new, also within a process
 
 
 class Client:
@@ -59,19 +58,23 @@ class Client:
     """
 
     def __init__(
-        self, server: str, *, token: str, connect_seconds: float, call_seconds: float, tls: bool = True
-    ) -> None:
+        self, server: str, *, token: str, connect_seconds: float, call_seconds: float, tls: bool = True,
+        insecure: bool = False, most_tensor_bytes: float | None = None,
+    ) -> None:  # fmt: skip
+        """``most_tensor_bytes`` is the longest tensor that the server may send. If it is not known, all memory is."""
         self._server, self._seconds, self.is_proven = server, call_seconds, tls
         context = identity.worker_context(token) if tls else None
         first = dial(server, context, connect_seconds)
-        self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds))
         machine = re.sub("[^A-Za-z0-9-]", "-", platform.node())[:64]  # an agent's name may have no other letters
-        name = f"{machine}:{os.getpid()}:{next(_agent_numbers)}"
+        name = f"{machine}:{os.getpid()}:{secrets.token_hex(8)}"
+        process = loopback.greet_neighbour(split(server)[1], name, connect_seconds)
+        pipe = Pipe("the server", most_tensor_bytes or _memory_bytes(), process=process)
+        self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds), pipe)
         try:
-            port = agent.start_worker_agent(name, self._tunnel.address, call_seconds)
-            with loopback.own_listener(port)[1] as listener:
-                loopback.close_to_others(listener)  # nobody keeps the key, so nobody connects to a worker
-            loopback.cut_accepted(port)
+            agent.start_worker_agent(name, self._tunnel.address, call_seconds, insecure=insecure)
+        except loopback.NotClosed as error:
+            self.close()
+            raise AuthenticationFailed(str(error).replace("server.insecure", "insecure")) from error
         except (OSError, RuntimeError) as error:
             self.close()
             raise Unreachable(f"no agent can be started for the server at {server}: {error}") from error
@@ -140,20 +143,24 @@ def _main_line(text: str) -> str:
     return next((line for line in lines if "On WorkerInfo(" not in line), text)
 
 
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 class Tunnel:
     """Carries one agent's connections. ``failure`` says why it was given up, if torch's bytes were the reason.
 
     The thread ``tunnel`` accepts the agent's connections, and the relay's threads carry their bytes.
     """
 
-    def __init__(self, first: Stream, dial_again: Callable[[], Stream]) -> None:
+    def __init__(self, first: Stream, dial_again: Callable[[], Stream], pipe: Pipe) -> None:
         """``first`` is a connection to the server, and ``dial_again`` makes another."""
         self.failure = ""
         self._first: Stream | None = first
         self._dial_again = dial_again
         self._listener = socket.create_server((loopback.LOOPBACK, 0), backlog=8)
         self.address = f"{loopback.LOOPBACK}:{self._listener.getsockname()[1]}"
-        self._pipe = Pipe("this worker", float("inf"))
+        self._pipe = pipe
         self._further: dict[int, type[Filter]] = {}
         self._is_answered = threading.Event()
         self._relay = Relay()
@@ -194,16 +201,22 @@ class Tunnel:
         server, self._first = self._first or self._dial_again(), None
         server.socket.settimeout(None)
         server.send(tensorpipe.framed(frame))
+        forth: Filter = message_filter.AllPasses(self._pipe)
         if isinstance(greeting, str):
-            kind: type[Filter] = message_filter.CallFilter
-            back: Filter = message_filter.AnswerFilter(self._pipe, self._answer)
+            kind: type[Filter] = message_filter.ResultFilter
+            back: Filter = message_filter.ResultFilter(self._pipe, self._answer)
+            forth = message_filter.FirstFrameFilter(self._pipe, self._brochure)
         else:
-            kind, back = self._further[greeting], message_filter.AllPasses(self._pipe)
-        pair = Pair(Side(server, back), Side(local, kind(self._pipe)), self._end)
-        self._relay.add(pair, big=kind is message_filter.TensorFilter)
+            kind = self._further[greeting]
+            back = kind(self._pipe)
+        pair = Pair(Side(server, back), Side(local, forth), self._end)
+        self._relay.add(pair, big=kind is message_filter.ResultTensorFilter)
+
+    def _brochure(self, frame: bytes) -> bytes:
+        return tensorpipe.read_brochure(frame, without=self._pipe.without)
 
     def _answer(self, answer: tensorpipe.Answer) -> bytes:
-        self._further = further_filters(answer)
+        self._further = further_filters(answer, message_filter.ResultTensorFilter)
         self._is_answered.set()
         return answer.naming(self.address)
 

@@ -13,7 +13,6 @@ closes the socket.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import selectors
@@ -28,8 +27,8 @@ from typing import Any
 from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.transport import loopback, message_filter, tensorpipe
 from ringmaster_dist.transport.identity import ABOUT, server_context
-from ringmaster_dist.transport.message_filter import Filter, Pipe, further_filters
-from ringmaster_dist.transport.pending_peers import MOST_PENDING, PendingPeer, PendingPeers, address_of
+from ringmaster_dist.transport.message_filter import CallFilter, Filter, Pipe, Share, TensorFilter, further_filters
+from ringmaster_dist.transport.pending_peers import MOST_PENDING, PendingPeer, PendingPeers, subnet
 from ringmaster_dist.transport.process_settings import name_process, raise_descriptor_limit
 from ringmaster_dist.transport.relay import Pair, Relay, Side
 from ringmaster_dist.transport.streams import Stream, TlsStream, read_frame, shut, tune
@@ -40,6 +39,9 @@ log = logging.getLogger(__name__)
 _KEPT_DESCRIPTORS = 32  # for everything that is not a connection
 _REPORT_SECONDS = 0.2  # between two reports of the counts to the server
 _FLUSH_SECONDS = 1.0  # at the end, the agent's last answers may take this long to be delivered
+_LEAST_TENSORS, _TENSOR_BYTES = 4, 64 << 20  # on their way at once, to and from one address
+_JOIN_SECONDS = 10.0  # between two joins from one address, when many came before
+_MOST_SHARES = 10_000
 _ANSWER_SECONDS = 10.0  # at the start, the agent may take this long to answer
 
 
@@ -55,23 +57,31 @@ class Settings:
     key: str  # to the agent's listener, hexadecimal
     torch: str  # its version, for error messages
     about: dict[str, Any]  # what a holder of the token may ask for
+    most_from_one_address: int  # pipes of workers that are not of the server's user on its machine
 
 
 class Gate:
     """`run` is the process's main thread and serves pending peers. The relay's threads serve the others."""
 
-    def __init__(self, public: socket.socket, agent: socket.socket, control: socket.socket, settings: Settings) -> None:
+    def __init__(
+        self, public: socket.socket, agent: socket.socket, neighbours: socket.socket | None, control: socket.socket,
+        settings: Settings,
+    ) -> None:  # fmt: skip
         self._public, self._agent, self._control, self._settings = public, agent, control, settings
+        self._neighbours = None if neighbours is None else loopback.Neighbours(neighbours)
         self._selector = selectors.DefaultSelector()
         context = server_context(settings.token) if settings.tls else None
-        self._pending = PendingPeers(self._selector, context, settings.handshake_seconds, self._admit)
+        descriptors = raise_descriptor_limit() - _KEPT_DESCRIPTORS
+        most_pending = min(MOST_PENDING, descriptors // 4)
+        self._pending = PendingPeers(self._selector, context, settings.handshake_seconds, most_pending, self._admit)
         self._relay = Relay()
         self._num_pipes = 0  # all pipes so far
+        self._shares: dict[str, Share] = {}  # by the address that workers have in common
         self._lock = threading.Lock()  # protects the next three, which the relay's threads change
-        self._open_pipes = 0
+        self._open_pipes: set[Pipe] = set()
         self._further: dict[int, tuple[Pipe, str, type[Filter]]] = {}  # further connections that are expected
         self._orphans: deque[int] = deque()  # further connections that will not come, but that the agent waits for
-        self._most_open = (raise_descriptor_limit() - _KEPT_DESCRIPTORS - MOST_PENDING) // 2
+        self._most_open = (descriptors - most_pending) // 2
 
     def check_agent(self) -> None:
         """Checks that the agent answers as it is known to. Raises ProtocolError or OSError."""
@@ -95,7 +105,7 @@ class Gate:
         while True:
             if time.monotonic() >= next_report:  # the first one tells the server that workers may come
                 next_report = time.monotonic() + _REPORT_SECONDS
-                counts = {"pipes": self._num_pipes, "refused": self._pending.num_refused, **self._relay.carried}
+                counts = {"pipes": self._num_pipes, "refused": self._pending.refusals.num, **self._relay.carried}
                 if counts != reported:
                     reported = counts
                     self.report(counts)
@@ -109,6 +119,7 @@ class Gate:
                     self._pending.read(key.fileobj)  # type: ignore[arg-type]
             self._pending.expire()
             self._complete_orphans()
+            self._end_slow_pipes()
 
     def report(self, facts: dict[str, Any]) -> None:
         """Sends a line to the server."""
@@ -141,7 +152,7 @@ class Gate:
         greeting = tensorpipe.read_greeting(frame)
         kind: type[Filter]
         if isinstance(greeting, str):
-            pipe, kind = self._new_pipe(_printable(greeting), peer), message_filter.CallFilter
+            pipe, kind = self._new_pipe(greeting, peer), CallFilter
         else:
             pipe, kind = self._expected(greeting, peer.address[0])
         try:
@@ -150,25 +161,41 @@ class Gate:
         except OSError:
             self._ended(pipe, kind, peer, "")
             raise
-        back = message_filter.AllPasses(pipe)
-        if kind is message_filter.CallFilter:
-            back = message_filter.AnswerFilter(pipe, lambda answer: self._answered(pipe, peer.address[0], answer))
+        back: Filter = message_filter.AllPasses(pipe)
+        if kind is CallFilter:
+            back = message_filter.ResultFilter(pipe, lambda answer: self._answered(pipe, peer.address[0], answer))
+        elif kind is TensorFilter:
+            back = message_filter.ResultTensorFilter(pipe)
         rest = bytes(peer.received[LENGTH_BYTES + len(frame) :])
         outside, inside = Side(peer.stream, kind(pipe)), Side(Stream(connection), back)
         pair = Pair(outside, inside, lambda reason: self._ended(pipe, kind, peer, reason), rest)
+        if kind is CallFilter:
+            pipe.end = pair.shut
         self._pending.release(peer)
-        self._relay.add(pair, big=kind is message_filter.TensorFilter)
+        self._relay.add(pair, big=kind is TensorFilter)
 
     def _new_pipe(self, name: str, peer: PendingPeer) -> Pipe:
+        process = 0 if self._neighbours is None else self._neighbours.process(name)
+        share = Share() if process else self._share_of(subnet(peer.address[0], 32))
+        most = self._settings.most_pipes if process else self._settings.most_from_one_address
         with self._lock:
-            if self._open_pipes >= self._settings.most_pipes or self._relay.num_open + 4 > self._most_open:
-                raise ProtocolError(f"there are {self._open_pipes} workers already, as many as file descriptors allow")
-            self._open_pipes += 1
+            num_open = len(self._open_pipes)
+            if num_open >= self._settings.most_pipes or self._relay.num_open + 4 > self._most_open:
+                raise ProtocolError(f"there are {num_open} workers already, as many as file descriptors allow")
+            if share.num_pipes >= most:
+                raise ProtocolError(f"there are {most} workers at this address already (server.workers_per_address)")
+            pipe = Pipe(_printable(name), self._settings.tensor_bytes, share, process)
+            self._open_pipes.add(pipe)
+            share.num_pipes += 1
         self._num_pipes += 1
-        own = address_of(peer.stream.socket.getsockname())
-        # A worker sends the same process id with each tensor.
-        owns_process = functools.lru_cache(maxsize=1)(lambda pid: loopback.process_has(pid, peer.address, own))
-        return Pipe(name, self._settings.tensor_bytes, owns_process, shares_memory=peer.address[0] == own[0])
+        return pipe
+
+    def _share_of(self, address: str) -> Share:
+        if len(self._shares) > _MOST_SHARES:
+            self._shares = {known: share for known, share in self._shares.items() if share.num_pipes}
+        most_tensors = max(_LEAST_TENSORS, _TENSOR_BYTES // max(1, int(self._settings.tensor_bytes)))
+        most_joins = 2 * self._settings.most_from_one_address
+        return self._shares.setdefault(address, Share(most_tensors, most_joins, _JOIN_SECONDS))
 
     def _expected(self, number: int, host: str) -> tuple[Pipe, type[Filter]]:
         with self._lock:
@@ -180,8 +207,6 @@ class Gate:
     # --- called by the relay's threads -----------------------------------------------------------------------
 
     def _answered(self, pipe: Pipe, host: str, answer: tensorpipe.Answer) -> bytes:
-        if "cma" in answer.channels and not pipe.shares_memory:
-            raise ProtocolError("a brochure that lets the agent share memory with another machine")
         with self._lock:
             self._further.update({n: (pipe, host, kind) for n, kind in further_filters(answer).items()})
         return answer.frame
@@ -193,10 +218,22 @@ class Gate:
             for number in orphans:
                 del self._further[number]
             self._orphans.extend(orphans)
-            if kind is message_filter.CallFilter:
-                self._open_pipes -= 1
+            if kind is CallFilter:
+                self._open_pipes.discard(pipe)
+                pipe.share.num_pipes -= 1
+                pipe.calls.end()
+                pipe.results.end()
         if reason:
-            log.warning("server: worker %s at %s:%d was cut off: it sent %s", pipe.name, *peer.address, reason)
+            self._pending.refusals.cut(pipe.name, peer.address, f"it sent {reason}")
+
+    def _end_slow_pipes(self) -> None:
+        """A tensor on its way takes memory of the agent, so a peer that does not send or read it is given up."""
+        now = time.monotonic()
+        with self._lock:
+            slow = [pipe for pipe in self._open_pipes if min(pipe.calls.deadline, pipe.results.deadline) < now]
+        for pipe in slow:
+            log.warning("server: worker %s was cut off: it took too long to send or read a tensor", pipe.name)
+            pipe.end()
 
     def _complete_orphans(self) -> None:
         """The agent keeps an incomplete pipe and its descriptors. So the gate makes the connections and ends them."""
@@ -214,13 +251,16 @@ def _printable(name: str) -> str:
 
 
 def main() -> int:
-    """`Host` starts this with two listening sockets: the public one and the agent's. Returns the exit code."""
+    """`Host` starts this with listening sockets: the public one, the agent's, and one for neighbours if there is one.
+
+    Returns the exit code.
+    """
     set_up_logging()
     name_process("gate")
-    public, agent = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
+    public, agent, *neighbours = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     control = socket.socket(fileno=0)
     settings = Settings(**json.loads(control.makefile("r").readline()))
-    gate = Gate(public, agent, control, settings)
+    gate = Gate(public, agent, neighbours[0] if neighbours else None, control, settings)
     try:
         gate.check_agent()
     except (ProtocolError, OSError) as error:

@@ -42,13 +42,16 @@ class Host:
     """Serves from the moment it is made until `close`. RPC threads call the handlers.
 
     ``tensor_bytes`` is the largest tensor that a worker may send, ``timeout`` is torch's own for a call, and a peer has
-    to introduce itself within ``handshake_seconds``. Raises OSError or AddressError if the host cannot listen,
+    to introduce itself within ``handshake_seconds``. At most ``workers_per_address`` may connect from one address, not
+    counting those that this user starts on this machine. If it is ``insecure``, the host serves also where the system
+    cannot keep other users of the machine away. Raises OSError or AddressError if the host cannot listen,
     AuthenticationFailed if the certificate library is missing, and RuntimeError if this torch or kernel is not known.
     """
 
     def __init__(
         self, handlers: agent.Handlers, host: str, port: int, *, token: str, tensor_bytes: int, threads: int,
-        timeout: float, tls: bool = True, handshake_seconds: float,
+        timeout: float, tls: bool = True, insecure: bool = False, handshake_seconds: float,
+        workers_per_address: int = 64,
     ) -> None:  # fmt: skip
         agent.check_assumptions()
         if tls:
@@ -60,18 +63,13 @@ class Host:
         self._closing = threading.Event()
         most_pipes = max(1, (raise_descriptor_limit() - _KEPT_DESCRIPTORS) // _DESCRIPTORS_OF_A_PIPE)
         agent.serve(handlers)
-        agent_port = agent.start_server_agent(threads, timeout)
-        self._descriptor, self._agent = loopback.own_listener(agent_port)
-        try:
-            key = loopback.close_to_others(self._agent)
-        except OSError as error:
-            agent.stop_agent()
-            raise RuntimeError(f"this kernel cannot keep other users away from torch's RPC agent: {error}") from error
-        loopback.cut_accepted(agent_port)
+        self._descriptor, self._agent, key = agent.start_server_agent(threads, timeout, insecure=insecure)
         self._inode = os.fstat(self._descriptor).st_ino
+        self._neighbours = loopback.meet_neighbours(self._public.getsockname()[1])
         self._settings = Settings(
             token=token, tls=tls, handshake_seconds=handshake_seconds, tensor_bytes=tensor_bytes,
             most_pipes=most_pipes, key=key.hex(), torch=torch.__version__, about=agent.versions(),
+            most_from_one_address=workers_per_address,
         )  # fmt: skip
         self._is_ready = threading.Event()
         self._process, self._control = self._start_gate()
@@ -100,8 +98,9 @@ class Host:
         """Stops serving. The last answers are still delivered. Blocks for a few seconds at most."""
         self._closing.set()
         agent.stop_agent()
-        self._public.close()
-        self._agent.close()
+        for one in (self._public, self._agent, self._neighbours):
+            if one is not None:
+                one.close()
         shut(self._control)
         try:
             self._process.wait(_END_SECONDS)
@@ -110,7 +109,7 @@ class Host:
 
     def _start_gate(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, its = socket.socketpair()
-        handed = (self._public.fileno(), self._agent.fileno())
+        handed = [one.fileno() for one in (self._public, self._agent, self._neighbours) if one is not None]
         # Python runs isolated, with a path without the current folder: others may be able to write modules there.
         path = [entry for entry in sys.path if entry not in ("", os.getcwd())] + [str(Path(__file__).parents[2])]
         command = [sys.executable, "-I", "-c", _START_GATE, json.dumps(path), *map(str, handed)]

@@ -1,29 +1,35 @@
-"""Sockets of this machine: keeps other programs away from an agent's listener, and says which process has a connection.
+"""Sockets of this machine: an agent's listener that is closed to other programs before it listens.
 
 A TensorPipe agent listens on loopback and serves every program that connects, also those of other users. The kernel can
-refuse them. A socket filter (classic BPF) on the listening socket drops every attempt to connect, except from one
-source address and port, which a socket of the tunnel holds. Some kernels keep filters for privileged users. There the
-listener accepts only packets that are signed with a key (TCP's MD5 option), which is slower for tensors and just as
-closed. All of this is Linux.
+refuse them. A socket filter (classic BPF) on the socket drops every attempt to connect, except from one source address
+and port, which a socket of the tunnel holds. Some kernels keep filters for privileged users. There the listener accepts
+only packets that are signed with a key (TCP's MD5 option), which is slower for tensors and just as closed.
+
+The socket is torch's own, and torch makes it and listens in one step. So the thread that makes an agent first asks the
+kernel to hold every ``listen`` of its own, and of the threads that it starts, until this process allows it (seccomp's
+user notification, which needs no privilege). Between the two the socket is closed to others. There is no moment in
+which it is open. All of this is Linux.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
+import platform
+import queue
+import select
 import socket
 import stat
 import struct
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-from ringmaster_dist.transport.streams import shut
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 5.0  # a connection to the agent is given up after this long
-_CUT_PAUSE_SECONDS = 0.01  # the agent may take this long to accept a connection that is already queued
+_POLL_MILLISECONDS = 50  # how often a thread that waits for `listen` looks whether the agent has failed
 # SO_ATTACH_FILTER and opcodes of classic BPF, from linux/filter.h.
 _ATTACH_FILTER = 26
 _LOAD_BYTE, _LOAD_HALF, _LOAD_WORD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x28, 0x20, 0x54, 0x15, 0x06
@@ -31,20 +37,114 @@ _PASS, _DROP = 0xFFFFFFFF, 0
 _SYN, _SYN_OR_ACK, _FLAGS = 0x02, 0x12, 13  # in a TCP header, where the filter begins to read
 _IP_SOURCE = (-0x100000 + 12) & 0xFFFFFFFF  # SKF_NET_OFF: in the IP header before it
 _MD5SIG_EXT, _MD5SIG_FLAG_PREFIX = 32, 1  # TCP_MD5SIG_EXT, TCP_MD5SIG_FLAG_PREFIX
+# From linux/seccomp.h and linux/prctl.h.
+_SYSTEM_CALLS = {"x86_64": (317, 50), "aarch64": (277, 201)}  # of seccomp and of listen
+_SET_NO_NEW_PRIVILEGES, _SET_FILTER, _NEW_LISTENER, _NO_SLOW_DOWN = 38, 1, 1 << 3, 1 << 2  # the last is SPEC_ALLOW
+_NOTIFY, _ALLOW = 0x7FC00000, 0x7FFF0000
+_RECEIVE, _NOTIFICATION = 0xC0502100, struct.Struct("=Q8xi4x8x6Q")  # struct seccomp_notif: id, call, arguments
+_SEND, _RESPONSE, _CONTINUE = 0xC0182101, struct.Struct("=QqiI"), 1  # struct seccomp_notif_resp
 
 
-def close_to_others(listener: socket.socket) -> bytes:
-    """From now on only `connect_alone` can connect. Returns the key for that, which is empty where a filter is used.
+class NotClosed(RuntimeError):
+    """This system cannot keep other programs of the machine away from torch's agent."""
 
-    Connections that were accepted before stay as they are. Raises OSError if the kernel offers neither way.
+
+class Listener(NamedTuple):
+    """The listening socket of an agent."""
+
+    descriptor: int  # the agent's own
+    socket: socket.socket  # a duplicate, to keep
+    key: bytes  # for `connect_alone`
+
+
+def start_closed(start: Callable[[], None], *, insecure: bool = False) -> Listener:
+    """Runs ``start``, which makes an agent. From its first moment the agent's listener accepts `connect_alone` only.
+
+    Raises NotClosed where the system does not offer that, and what ``start`` raises. If it is ``insecure``, the
+    listener is then closed as soon as it listens.
     """
+    before = {descriptor for descriptor, _ in own_sockets()}
+    announced: queue.SimpleQueue[int | OSError] = queue.SimpleQueue()
+    failures: list[Exception] = []
+
+    def make() -> None:
+        try:
+            announced.put(_hold_listen())
+        except OSError as error:
+            announced.put(error)
+            if not insecure:
+                return
+        try:
+            start()
+        except Exception as error:
+            failures.append(error)
+
+    maker = threading.Thread(target=make, name="agent", daemon=True)
+    maker.start()
+    held = announced.get()
+    listener = _close_before_listen(held, maker) if isinstance(held, int) else None
+    maker.join()
+    if failures:
+        raise failures[0]
+    if isinstance(held, OSError) and not insecure:
+        raise NotClosed(
+            f"other users of this machine cannot be kept away from torch's RPC agent ({held}): allow the system calls "
+            "prctl and seccomp (Linux 5.5 or newer; in a container, by its seccomp profile), or accept it with "
+            "server.insecure=true"
+        )
+    if listener is None:
+        new = (descriptor for descriptor, one in own_sockets() if descriptor not in before and _is_listening(one))
+        listener = _closed(next(new))
+    return listener
+
+
+def _close_before_listen(held: int, maker: threading.Thread) -> Listener | None:
+    """Closes the agent's socket to others and lets it listen. None if the agent has failed before that."""
+    poll = select.poll()
+    poll.register(held, select.POLLIN)
+    try:
+        while maker.is_alive():
+            if not poll.poll(_POLL_MILLISECONDS):
+                continue
+            notification = bytearray(_NOTIFICATION.size)
+            fcntl.ioctl(held, _RECEIVE, notification)
+            number, _, descriptor, *_ = _NOTIFICATION.unpack(notification)
+            listener = _closed(descriptor)
+            fcntl.ioctl(held, _SEND, bytearray(_RESPONSE.pack(number, 0, 0, _CONTINUE)))
+            return listener
+    except OSError as error:
+        raise NotClosed(f"torch's RPC agent cannot be closed to other users of this machine: {error}") from error
+    finally:
+        os.close(held)  # without an answer `listen` fails, and the agent's threads cannot listen again
+    return None
+
+
+def _hold_listen() -> int:
+    """Holds every `listen` of this thread and of those that it starts, and returns where they are announced."""
+    if platform.machine() not in _SYSTEM_CALLS:
+        raise OSError(f"no system call is known for {platform.machine()}")
+    seccomp, listen = _SYSTEM_CALLS[platform.machine()]
+    libc = ctypes.CDLL(None, use_errno=True)
+    program = [(_LOAD_WORD, 0, 0, 0), (_JUMP_IF_EQUAL, 0, 1, listen), (_RETURN, 0, 0, _NOTIFY), (_RETURN, 0, 0, _ALLOW)]
+    _code, described = _compiled(program)
+    held = libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # of this thread and of those that it starts
+    if held == 0:
+        flags = ctypes.c_ulong(_NEW_LISTENER | _NO_SLOW_DOWN)
+        held = libc.syscall(ctypes.c_long(seccomp), ctypes.c_ulong(_SET_FILTER), flags, described)
+    if held < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(held)
+
+
+def _closed(descriptor: int) -> Listener:
+    """Closes a socket to others, by a filter or by a key. Raises OSError if the kernel offers neither."""
+    listener, key = socket.socket(fileno=os.dup(descriptor)), b""
     try:
         _accept_only_from(listener, 0)
     except OSError:
         key = os.urandom(32)
         _sign(listener, key)
-        return key
-    return b""
+    return Listener(descriptor, listener, key)
 
 
 def connect_alone(listener: socket.socket, key: bytes) -> socket.socket:
@@ -82,8 +182,14 @@ def _accept_only_from(listener: socket.socket, port: int) -> None:
         (_RETURN, 0, 0, _DROP),
         (_RETURN, 0, 0, _PASS),
     ]
+    _code, described = _compiled(program)  # the kernel reads the code, which has to live until then
+    listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, described)
+
+
+def _compiled(program: list[tuple[int, int, int, int]]) -> tuple[Any, bytes]:
+    """A program of classic BPF: its code, and a struct sock_fprog that points to it."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code)))
+    return code, struct.pack("HL", len(program), ctypes.addressof(code))
 
 
 def _sign(one: socket.socket, key: bytes) -> None:
@@ -106,14 +212,6 @@ def own_sockets() -> Iterator[tuple[int, socket.socket]]:
             continue
 
 
-def own_listener(port: int) -> tuple[int, socket.socket]:
-    """The socket of this process that listens at a port of loopback: its descriptor, and a duplicate to keep."""
-    for descriptor, one in own_sockets():
-        if one.getsockname() == (LOOPBACK, port) and _is_listening(one):
-            return descriptor, one.dup()
-    raise OSError(f"no socket of this process listens at {LOOPBACK}:{port}")
-
-
 def _is_listening(one: socket.socket) -> bool:
     return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
@@ -132,36 +230,76 @@ def _both_addresses(one: socket.socket) -> tuple[Any, Any] | None:
         return None
 
 
-def cut_accepted(port: int) -> None:
-    """Ends the connections that were made to a listener of this process before it was closed to others."""
-    for _ in range(2):  # twice, for a connection that the agent was just about to accept
-        for _, one in own_sockets():
-            if one.getsockname()[1] == port and not _is_listening(one):
-                shut(one)
-        time.sleep(_CUT_PAUSE_SECONDS)
+# --- processes of one user ------------------------------------------------------------------------------------------
+#
+# Two processes may share memory if the kernel says that they are of one user of one machine. A server listens on a
+# local socket whose name has its public port, and a worker that finds it there tells its name. Either end then knows
+# the other's process from the kernel. A proxy, such as that of ssh or a container, has no part in it.
+
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
+_MOST_NAME_BYTES = 256
 
 
-def process_has(process: int, local: tuple[str, int], remote: tuple[str, int]) -> bool:
-    """Whether a process of this machine has the TCP connection between these two addresses."""
-    wanted = [_in_proc(local), _in_proc(remote)]
-    table = Path("/proc/net/tcp6" if ":" in local[0] else "/proc/net/tcp").read_text().splitlines()[1:]
-    inodes = {f"socket:[{fields[9]}]" for fields in map(str.split, table) if fields[1:3] == wanted}
-    folder = f"/proc/{process}/fd"
+def meet_neighbours(port: int) -> socket.socket | None:
+    """Listens for workers of this user on this machine. None if the name is taken."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        return any(_link(f"{folder}/{name}") in inodes for name in os.listdir(folder))
-    except OSError:  # the process has ended, or belongs to another user
-        return False
+        listener.bind(_meeting_point(port))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        return None
+    return listener
 
 
-def _link(path: str) -> str:
+def greet_neighbour(port: int, name: str, seconds: float) -> int:
+    """Tells a server of this user on this machine that an agent of this name is in this process.
+
+    Returns the server's process, or 0 if there is no such server.
+    """
     try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(seconds)
+            connection.connect(_meeting_point(port))
+            process, user = _peer_of(connection)
+            connection.send(name.encode())
+            return process if connection.recv(1) and user == os.getuid() else 0
+    except OSError:
+        return 0
 
 
-def _in_proc(address: tuple[str, int]) -> str:
-    """As /proc/net/tcp and tcp6 write it: words of 32 bits, in the machine's byte order."""
-    packed = socket.inet_pton(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, address[0])
-    words = struct.unpack(f"={len(packed) // 4}I", packed)
-    return "".join(f"{word:08X}" for word in words) + f":{address[1]:04X}"
+class Neighbours:
+    """The agents that have introduced themselves at a meeting point, and their processes."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._processes: dict[str, int] = {}
+        threading.Thread(target=self._listen, name="neighbours", daemon=True).start()
+
+    def process(self, name: str) -> int:
+        """The process of an agent, or 0 if it is not known. An agent introduces itself for one connection."""
+        return self._processes.pop(name, 0)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                process, user = _peer_of(connection)
+                if user == os.getuid():
+                    connection.settimeout(_CONNECT_SECONDS)
+                    self._processes[connection.recv(_MOST_NAME_BYTES).decode("latin-1")] = process
+                    connection.send(b"+")
+
+
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end. Of a listening process, they are those at its `listen`."""
+    size = _CREDENTIALS.size
+    process, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return process, user
+
+
+def _meeting_point(port: int) -> str:
+    return f"\0ringmaster-{port}"

@@ -1,18 +1,22 @@
-"""The filter in front of the server's RPC agent. It forwards Python calls of bounded size and their tensors, only.
+"""The filters between two RPC agents. They forward Python calls of bounded size, their results and tensors, only.
 
 A holder of the token may act as a worker and as nothing else. Its calls reach the restricted unpickler. Torch would
 also serve operators by name, remote references and autograd contexts. Those are messages of other types and end the
-connection, as does any length that differs from what was announced or exceeds what the model needs. A filter forwards a
-message after it has checked all of it. Of a tensor's bytes it checks the length.
+connection, as does any length that differs from what was announced or exceeds what the model needs. A server is trusted
+no more: a worker's end of the tunnel checks its results in the same way. A filter forwards a message after it has
+checked all of it. Of a tensor's bytes it checks the length.
 
-A worker's end of the tunnel uses the same filters on its own agent. There a failure means that torch's bytes have
-changed. One thread uses a filter, and several threads use a `Pipe`.
+Each end checks what comes from the other and lets its own agent's bytes pass. One thread uses a filter, and several
+threads use a `Pipe`.
 """
 
 from __future__ import annotations
 
 import queue
 import struct
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,24 +24,57 @@ from ringmaster_dist.transport import tensorpipe
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
 _MOST_CALL_BYTES = 1 << 14  # the largest call, a request to join, has a few hundred
+_MOST_RESULT_BYTES = 1 << 20  # the largest result, a welcome, has the run's configuration
 _MOST_SMALL_BYTES = 1 << 12  # brochures, descriptors
 _ANNOUNCED_SECONDS = 60.0  # a tensor's bytes wait this long for the announcement on the other connection
+_NO_LIMIT = float("inf")
+_MOST_UNANSWERED = 16  # calls of one worker; a worker makes one at a time, and polls meanwhile
+_LEAST_BYTES_A_SECOND, _GRACE_SECONDS = 1 << 18, 30.0  # a tensor that is slower than both together is given up
 
 
-@dataclass
-class Pipe:
-    """What the connections of one worker share."""
+class Share:
+    """What the workers at one address may use of the server together; by default all. Any thread may call it.
 
-    name: str
-    most_tensor_bytes: float
-    owns_process: Callable[[int], bool] = lambda process: True  # whether the worker is this process of this machine
-    shares_memory: bool = True  # whether the worker is on the server's machine; if not, cma is not offered
-    sends_tensors: bool = False  # as bytes over a connection, not by their address
-    _announced: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)  # lengths of tensors yet to come
+    At most ``most_tensors`` are on their way, both ways. After ``most_joins``, one is allowed every so many seconds.
+    """
+
+    def __init__(self, most_tensors: float = _NO_LIMIT, most_joins: float = _NO_LIMIT, every: float = 1.0) -> None:
+        self._most_tensors, self._most_joins, self._every = most_tensors, most_joins, every
+        self._joins, self._since = most_joins, time.monotonic()
+        self._lock = threading.Lock()
+        self.num_pipes = self.num_tensors = 0
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.num_tensors >= self._most_tensors
+
+    def add(self, tensors: int) -> None:
+        with self._lock:
+            self.num_tensors += tensors
+
+    def join(self) -> None:
+        """Counts a join. Raises ProtocolError if there were too many."""
+        with self._lock:
+            now = time.monotonic()
+            self._joins = min(self._most_joins, self._joins + (now - self._since) / self._every)
+            self._since = now
+            if self._joins < 1:
+                raise ProtocolError("more joins than a worker's machine needs")
+            self._joins -= 1
+
+
+class Flow:
+    """The tensors that travel one way through a pipe, as bytes over a connection. Any thread may call this."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._announced: queue.SimpleQueue[int] = queue.SimpleQueue()  # lengths of tensors yet to come
+        self._deadlines: deque[float] = deque()  # of the tensors that have not passed completely
 
     def announce(self, length: int) -> None:
-        if self.sends_tensors:
-            self._announced.put(length)
+        self._deadlines.append(time.monotonic() + _GRACE_SECONDS + length / _LEAST_BYTES_A_SECOND)
+        self._share.add(1)
+        self._announced.put(length)
 
     def next_announced(self) -> int:
         """The length of the next tensor. Blocks, since the announcement travels on another connection."""
@@ -45,6 +82,43 @@ class Pipe:
             return self._announced.get(timeout=_ANNOUNCED_SECONDS)
         except queue.Empty:
             raise ProtocolError("a tensor that was not announced") from None
+
+    def passed(self) -> None:
+        self._deadlines.popleft()
+        self._share.add(-1)
+
+    @property
+    def deadline(self) -> float:
+        try:
+            return self._deadlines[0]
+        except IndexError:
+            return float("inf")
+
+    def end(self) -> None:
+        """The pipe has ended, and with it the tensors on their way."""
+        while self._deadlines:
+            self.passed()
+
+
+@dataclass(eq=False)
+class Pipe:
+    """What the connections of one worker share."""
+
+    name: str
+    most_tensor_bytes: float
+    share: Share = field(default_factory=Share)
+    process: int = 0  # the peer's on this machine, which may share its memory; 0 if there is none
+    sends_tensors: bool = False  # as bytes over a connection, not by their address
+    num_unanswered: int = 0  # calls
+    end: Callable[[], None] = lambda: None  # ends all connections
+
+    def __post_init__(self) -> None:
+        self.calls, self.results = Flow(self.share), Flow(self.share)
+
+    @property
+    def without(self) -> str:
+        """The channel that is taken out of a brochure."""
+        return "" if self.process else "cma"
 
 
 class Filter:
@@ -71,6 +145,8 @@ class Filter:
                 piece, data = data[: self._passing], data[self._passing :]
                 self._passing -= len(piece)
                 yield piece
+                if not self._passing:
+                    self.passed()
                 continue
             held = self._held
             missing = LENGTH_BYTES - len(held)
@@ -108,17 +184,61 @@ class Filter:
             raise ProtocolError(f"a frame of {length} bytes {self.where}")
         return False
 
+    def passed(self) -> None:
+        """Called when a frame that passes unseen has been forwarded completely."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing more should be read at the moment."""
+        return False
+
     def check(self, frame: bytes) -> bytes:
         """Called with each whole frame that does not pass unseen. Returns the frame to forward."""
         return frame
 
 
-class CallFilter(Filter):
-    """For the connection with the calls: a brochure, then messages. A message passes after all of it was checked."""
+class FirstFrameFilter(Filter):
+    """The first frame is read and may be replaced, then all bytes pass: they come from this end's own agent."""
+
+    most_bytes, where = _MOST_SMALL_BYTES, "in place of the first"
+
+    def __init__(self, pipe: Pipe, on_first: Callable[[bytes], bytes]) -> None:
+        super().__init__(pipe)
+        self._on_first, self._has_first = on_first, False
+
+    def filter(self, data: memoryview) -> Iterator[bytes | memoryview]:
+        if not self._has_first:
+            yield from super().filter(data)
+            data = memoryview(bytes(self._held)) if self._has_first else data[:0]  # what came with the first frame
+        if data:
+            yield data
+
+    def passes_unseen(self, length: int) -> bool:
+        return self._has_first or super().passes_unseen(length)
+
+    def check(self, frame: bytes) -> bytes:
+        self._has_first = True
+        return self._on_first(frame)
+
+
+class AllPasses(FirstFrameFilter):
+    """For bytes from this end's own agent."""
 
     def __init__(self, pipe: Pipe) -> None:
+        super().__init__(pipe, bytes)
+        self._has_first = True
+
+
+class MessageFilter(Filter):
+    """For the connection with the calls: a first frame, then messages. A message passes after all of it was checked."""
+
+    kinds: frozenset[bytes]  # of messages that may pass
+    most_message_bytes: int
+
+    def __init__(self, pipe: Pipe, on_first: Callable[[bytes], bytes]) -> None:
+        """``on_first`` checks the first frame and returns the one to forward in its place."""
         super().__init__(pipe)
-        self._has_brochure = False
+        self._on_first, self._has_first = on_first, False
         self._expected: list[int] = []  # the lengths of this message's payloads that are still to come
         self._tensors: list[int] = []
 
@@ -133,60 +253,132 @@ class CallFilter(Filter):
         return not self._expected
 
     def check(self, frame: bytes) -> bytes:
-        if not self._has_brochure:
-            frame = tensorpipe.read_brochure(frame, without="" if self._pipe.shares_memory else "cma")
-            self._has_brochure = True
+        if not self._has_first:
+            frame = self._on_first(frame)
+            self._has_first = True
         elif not self._expected:
             self._begin(tensorpipe.read_descriptor(frame))
         else:
             self._expected.pop(0)
             remaining = len(self._expected)
-            if remaining == 3 and frame != tensorpipe.PYTHON_CALL:
-                raise ProtocolError(f"a message of type 0x{frame[::-1].hex()}, which is no call of this system")
+            if remaining == 3 and frame not in self.kinds:
+                raise ProtocolError(f"a message of type 0x{frame[::-1].hex()}, which is none of this system")
+            if remaining == 1:
+                self.check_message(frame)
             if remaining == 0:
                 tensorpipe.check_tensors(frame, self._tensors)
+                self.counted(self._tensors)
         return frame
 
     def _begin(self, message: tensorpipe.Descriptor) -> None:
-        kind, number, call, description = message.payloads
+        kind, number, length, description = message.payloads
         if (kind, number) != (4, 8) or description > _MOST_SMALL_BYTES:
             raise ProtocolError("a message that is not one of torch RPC")
-        if not call or 0 in message.tensors:  # torch sends nothing for an empty tensor, and expects nothing
-            raise ProtocolError("an empty call or tensor")
-        if call > _MOST_CALL_BYTES:
-            raise ProtocolError(f"a call of {call} bytes; the longest of this system have {_MOST_CALL_BYTES}")
+        if not length or 0 in message.tensors:  # torch sends nothing for an empty tensor, and expects nothing
+            raise ProtocolError("an empty message or tensor")
+        if length > self.most_message_bytes:
+            raise ProtocolError(f"a message of {length} bytes; the longest have {self.most_message_bytes}")
         if len(message.tensors) > 1 or sum(message.tensors) > self._pipe.most_tensor_bytes:
             most = f"one of {self._pipe.most_tensor_bytes:g} bytes"
             raise ProtocolError(f"tensors of {message.tensors} bytes where the model needs {most}")
         self._expected, self._tensors = list(message.payloads), message.tensors
-        for length in message.tensors:
-            self._pipe.announce(length)
+
+    def check_message(self, message: bytes) -> None:
+        """Called with the pickle of the call or the result."""
+
+    def counted(self, tensors: list[int]) -> None:
+        """Called once for each message, with the lengths of its tensors, before it is forwarded."""
+        raise NotImplementedError
+
+
+class CallFilter(MessageFilter):
+    """For calls, which go to the server."""
+
+    kinds = frozenset({tensorpipe.PYTHON_CALL})
+    most_message_bytes = _MOST_CALL_BYTES
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(pipe, lambda frame: tensorpipe.read_brochure(frame, without=pipe.without))
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._pipe.share.is_used_up
+
+    def check_message(self, message: bytes) -> None:
+        if tensorpipe.name_of_call(message[1:]) == "join":  # after a byte that says how it is executed
+            self._pipe.share.join()
+
+    def counted(self, tensors: list[int]) -> None:
+        self._pipe.num_unanswered += 1
+        if self._pipe.num_unanswered > _MOST_UNANSWERED:
+            raise ProtocolError("more calls than it reads answers to")
+        for length in tensors if self._pipe.sends_tensors else ():
+            self._pipe.calls.announce(length)
+
+
+class ResultFilter(MessageFilter):
+    """For results, which go to a worker. The first frame is the answer to the brochure."""
+
+    kinds = frozenset({tensorpipe.PYTHON_RESULT, tensorpipe.EXCEPTION})
+    most_message_bytes = _MOST_RESULT_BYTES
+
+    def __init__(self, pipe: Pipe, on_answer: Callable[[tensorpipe.Answer], bytes]) -> None:
+        """``on_answer`` returns the frame to forward in place of the answer."""
+
+        def on_first(frame: bytes) -> bytes:
+            answer = tensorpipe.read_answer(frame)
+            if "cma" in answer.channels and not pipe.process:
+                raise ProtocolError("an answer that shares memory with an unknown process")
+            pipe.sends_tensors = "basic" in answer.channels
+            return on_answer(answer)
+
+        super().__init__(pipe, on_first)
+
+    def counted(self, tensors: list[int]) -> None:
+        self._pipe.num_unanswered -= 1
+        for length in tensors if self._pipe.sends_tensors else ():
+            self._pipe.results.announce(length)
 
 
 class TensorFilter(Filter):
     """For the channel ``basic``: the bytes of each announced tensor, in the order of their announcements."""
 
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(pipe)
+        self._flow = pipe.calls
+
     def passes_unseen(self, length: int) -> bool:
-        announced = self._pipe.next_announced()
+        announced = self._flow.next_announced()
         if length != announced:
             raise ProtocolError(f"a tensor of {length} bytes that was announced with {announced}")
         return True
 
+    def passed(self) -> None:
+        self._flow.passed()
+
+
+class ResultTensorFilter(TensorFilter):
+    """The same for the tensors of results."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(pipe)
+        self._flow = pipe.results
+
 
 class MemoryAddressFilter(Filter):
-    """For the first connection of the channel ``cma``: where in its own memory the worker has a tensor."""
+    """For the first connection of the channel ``cma``: where in its own memory the peer has a tensor."""
 
     most_bytes, where = _MOST_SMALL_BYTES, "on a connection for addresses"
 
     def check(self, frame: bytes) -> bytes:
         process = tensorpipe.read_memory_address(frame)
-        if not self._pipe.owns_process(process):
-            raise ProtocolError(f"a tensor in the memory of process {process}, which is not the worker's")
+        if process != self._pipe.process:
+            raise ProtocolError(f"a tensor in the memory of process {process}, which is not the peer's")
         return frame
 
 
 class CompletionFilter(Filter):
-    """For the second connection of ``cma``: an empty frame for each tensor that the worker has read."""
+    """For the second connection of ``cma``: an empty frame for each tensor that the peer has read."""
 
     most_bytes, where = 0, "on a connection for empty ones"
 
@@ -197,46 +389,10 @@ class NothingPasses(Filter):
     most_bytes, where = -1, "on a connection that torch does not use"
 
 
-class AllPasses(Filter):
-    """For bytes from the server. Its agent is trusted."""
-
-    def filter(self, data: memoryview) -> Iterator[bytes | memoryview]:
-        if data:
-            yield data
-
-
-class AnswerFilter(AllPasses):
-    """For bytes from the server on a connection with calls. The answer to the brochure is read and may be replaced."""
-
-    most_bytes, where = _MOST_SMALL_BYTES, "in place of an answer"
-
-    def __init__(self, pipe: Pipe, on_answer: Callable[[tensorpipe.Answer], bytes]) -> None:
-        """``on_answer`` returns the frame to forward in place of the answer."""
-        super().__init__(pipe)
-        self._on_answer, self._is_answered = on_answer, False
-
-    def filter(self, data: memoryview) -> Iterator[bytes | memoryview]:
-        if self._is_answered:
-            yield from super().filter(data)
-            return
-        yield from Filter.filter(self, data)
-        if self._is_answered:  # the bytes that came together with the answer
-            yield bytes(self._held)
-
-    def passes_unseen(self, length: int) -> bool:
-        return self._is_answered or super().passes_unseen(length)
-
-    def check(self, frame: bytes) -> bytes:
-        answer = tensorpipe.read_answer(frame)
-        self._is_answered = True
-        self._pipe.sends_tensors = "basic" in answer.channels
-        return self._on_answer(answer)
-
-
-def further_filters(answer: tensorpipe.Answer) -> dict[int, type[Filter]]:
+def further_filters(answer: tensorpipe.Answer, tensors: type[Filter] = TensorFilter) -> dict[int, type[Filter]]:
     """The filter for each further connection that the server's answer asks for, by registration number."""
     filters: dict[int, type[Filter]] = {answer.reply: NothingPasses}
     for name, numbers in answer.channels.items():
-        kinds: list[type[Filter]] = [TensorFilter] if name == "basic" else [MemoryAddressFilter, CompletionFilter]
+        kinds: list[type[Filter]] = [tensors] if name == "basic" else [MemoryAddressFilter, CompletionFilter]
         filters.update(zip(numbers, kinds, strict=True))
     return filters

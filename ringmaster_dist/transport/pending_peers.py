@@ -1,8 +1,9 @@
 """Peers that have not proven the token yet: accepted, read without blocking, evicted soon. One thread uses all of this.
 
-There are at most `MOST_PENDING` of them. When one more connects, the oldest is evicted. If more than half come from one
-subnet, the oldest of that subnet is evicted. To keep a worker out, an attacker has to open `MOST_PENDING` connections
-during one handshake, again and again, from many networks.
+There are a limited number of them, most for those that have begun to speak. When one more connects or begins to speak
+than there is room for, the oldest of its kind is evicted. If more than half of a kind come from one subnet, it is one
+of that subnet. A worker speaks as soon as it is connected, and needs one round trip more. To keep it out, an attacker
+has to begin `MOST_PENDING` handshakes during that time, again and again, from many networks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import selectors
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,11 +26,13 @@ from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
 log = logging.getLogger(__name__)
 
-MOST_PENDING = 128
+MOST_PENDING = 2048
+_SILENT = 4  # one in so many of them may be silent
 _MOST_GREETING_BYTES = 256
 _MOST_KINDS = 1000  # of refusals that are counted between two log lines
 _PAUSE_SECONDS = 0.01  # after a failed accept, such as one without a free descriptor, the thread sleeps this long
 _LOG_SECONDS = 10.0  # between two log lines about refused peers
+_MOST_CUTS = 50  # lines about workers that were cut off, during this time
 _STORE_HELLO = b"\x00\xce\xf7\x85\x3c"  # the first bytes of a client of torch's TCPStore
 _TLS_REASONS = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it has no certificate",
@@ -46,6 +50,7 @@ class PendingPeer:
 
     stream: Stream
     address: tuple[str, int]
+    subnet: str
     deadline: float
     has_proven_token: bool  # always True without TLS
     received: bytearray = field(default_factory=bytearray)
@@ -62,13 +67,18 @@ class PendingPeer:
         is_whole = len(self.received) >= LENGTH_BYTES + length
         return bytes(self.received[LENGTH_BYTES : LENGTH_BYTES + length]) if is_whole else None
 
-    def read(self) -> bool:
-        """Reads what has arrived. Returns False at the end of the stream. Raises OSError, ProtocolError."""
+    def read(self, context: ssl.SSLContext | None) -> bool:
+        """Reads what has arrived, and begins TLS with the first bytes. Returns False at the end of the stream.
+
+        Raises OSError, ProtocolError.
+        """
         data = self.stream.socket.recv(PIECE_BYTES)
         if not data:
             return False
         if not self.has_sent and data.startswith(_STORE_HELLO):
             raise ProtocolError("it speaks as a worker of ringmaster 0.1 does, without TLS")
+        if not self.has_sent and context is not None:
+            self.stream = TlsStream(self.stream.socket, context, server_side=True)
         self.has_sent = True
         self.stream.feed(data)
         if isinstance(self.stream, TlsStream):
@@ -83,46 +93,42 @@ class PendingPeers:
 
     def __init__(
         self, selector: selectors.BaseSelector, context: ssl.SSLContext | None, handshake_seconds: float,
-        on_proven: Callable[[PendingPeer], None],
+        most: int, on_proven: Callable[[PendingPeer], None],
     ) -> None:  # fmt: skip
         self._selector, self._context, self._seconds = selector, context, handshake_seconds
         self._on_proven = on_proven
-        self._peers: dict[socket.socket, PendingPeer] = {}  # from the oldest to the newest
-        self.num_refused = 0
-        self._unreported: Counter[tuple[str, str]] = Counter()  # refusals by address and reason
-        self._next_report = 0.0
+        self._silent, self._speaking = _Crowd(most // _SILENT), _Crowd(most - most // _SILENT)
+        self.refusals = Refusals()
 
     def accept(self, public: socket.socket) -> None:
         try:
-            connection, address = public.accept()
+            connection, given = public.accept()
         except OSError as error:  # the peer has left already, or there are too many open files
             log.debug("a connection was not accepted: %s", error)
             time.sleep(_PAUSE_SECONDS)
             return
         try:
-            if len(self._peers) >= MOST_PENDING:
-                self._refuse(self._next_to_evict(), "others came, and it had not introduced itself yet")
             connection.setblocking(False)
-            stream: Stream = Stream(tune(connection))
-            if self._context is not None:
-                stream = TlsStream(connection, self._context, server_side=True)
-            deadline = time.monotonic() + self._seconds
+            address, deadline = address_of(given), time.monotonic() + self._seconds
+            peer = PendingPeer(Stream(tune(connection)), address, subnet(address[0]), deadline, self._context is None)
             self._selector.register(connection, selectors.EVENT_READ)
-            self._peers[connection] = PendingPeer(stream, address_of(address), deadline, self._context is None)
+            self._add(peer, self._silent)
         except OSError as error:
             log.debug("a connection was given up at once: %s", error)
             connection.close()
 
     def read(self, connection: socket.socket) -> None:
         """Reads from one peer that has sent something. Whatever goes wrong ends that peer's connection alone."""
-        peer = self._peers.get(connection)
+        peer = self._silent.peers.get(connection) or self._speaking.peers.get(connection)
         if peer is None:  # it was evicted a moment ago
             return
         try:
-            if not peer.read():
+            if not peer.read(self._context):
                 self._drop(peer)
             elif peer.has_proven_token:
                 self._on_proven(peer)
+            if self._silent.remove(peer):
+                self._add(peer, self._speaking)
         except BlockingIOError:
             return
         except Exception as error:
@@ -131,20 +137,20 @@ class PendingPeers:
     def expire(self) -> None:
         """Refuses the peers whose time is over, and writes the log line that is due."""
         now = time.monotonic()
-        for peer in [peer for peer in self._peers.values() if peer.deadline < now]:
-            self._refuse(peer, "it did not introduce itself in time")
-        self._report()
+        for crowd in (self._silent, self._speaking):
+            while (peer := crowd.oldest()) is not None and peer.deadline < now:
+                self._refuse(peer, "it did not introduce itself in time")
+        self.refusals.report()
 
     def release(self, peer: PendingPeer) -> None:
         """From now on the connection belongs to the caller."""
-        if self._peers.pop(peer.stream.socket, None) is not None:
+        if self._silent.remove(peer) or self._speaking.remove(peer):
             self._selector.unregister(peer.stream.socket)
 
-    def _next_to_evict(self) -> PendingPeer:
-        subnets = Counter(_subnet(peer.address[0]) for peer in self._peers.values())
-        subnet, count = subnets.most_common(1)[0]
-        is_crowded = count > len(self._peers) // 2
-        return next(peer for peer in self._peers.values() if not is_crowded or _subnet(peer.address[0]) == subnet)
+    def _add(self, peer: PendingPeer, crowd: _Crowd) -> None:
+        if len(crowd.peers) >= crowd.most:
+            self._refuse(crowd.next_to_evict(), "others came, and it had not introduced itself yet")
+        crowd.add(peer)
 
     def _drop(self, peer: PendingPeer) -> None:
         """The peer has left. If it has sent nothing, it was only a probe, such as a health check."""
@@ -157,22 +163,79 @@ class PendingPeers:
     def _refuse(self, peer: PendingPeer, reason: str) -> None:
         self.release(peer)
         peer.stream.socket.close()
-        self.num_refused += 1
-        if len(self._unreported) < _MOST_KINDS:
-            self._unreported[peer.address[0], reason] += 1
-        self._report()
+        self.refusals.note(peer.address[0], reason)
 
-    def _report(self) -> None:
+
+class _Crowd:
+    """Peers from the oldest to the newest."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.peers: dict[socket.socket, PendingPeer] = {}
+        self._subnets: Counter[str] = Counter()
+
+    def add(self, peer: PendingPeer) -> None:
+        self.peers[peer.stream.socket] = peer
+        self._subnets[peer.subnet] += 1
+
+    def remove(self, peer: PendingPeer) -> bool:
+        if self.peers.pop(peer.stream.socket, None) is None:
+            return False
+        self._subnets[peer.subnet] -= 1
+        if not self._subnets[peer.subnet]:
+            del self._subnets[peer.subnet]
+        return True
+
+    def oldest(self) -> PendingPeer | None:
+        return next(iter(self.peers.values()), None)
+
+    def next_to_evict(self) -> PendingPeer:
+        crowded, count = self._subnets.most_common(1)[0]
+        all_alike = count <= len(self.peers) // 2
+        return next(peer for peer in self.peers.values() if all_alike or peer.subnet == crowded)
+
+
+class Refusals:
+    """Counts and logs what was refused. Any thread may call this."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._unreported: Counter[tuple[str, str]] = Counter()  # by address and reason
+        self._next_report = 0.0
+        self._cuts: list[float] = []  # when they were logged
+        self._lock = threading.Lock()
+
+    def note(self, address: str, reason: str) -> None:
+        with self._lock:
+            self.num += 1
+            if len(self._unreported) < _MOST_KINDS:
+                self._unreported[address, reason] += 1
+        self.report()
+
+    def cut(self, worker: str, address: tuple[str, int], reason: str) -> None:
+        """Logs why a worker was cut off, if there are not many."""
+        with self._lock:
+            self._cuts = [moment for moment in self._cuts if moment > time.monotonic() - _LOG_SECONDS]
+            is_one_of_many = len(self._cuts) >= _MOST_CUTS
+            if not is_one_of_many:
+                self._cuts.append(time.monotonic())
+        if is_one_of_many:
+            self.note(address[0], f"a worker was cut off: {reason}")
+        else:
+            log.warning("server: worker %s at %s:%d was cut off: %s", worker, *address, reason)
+
+    def report(self) -> None:
         """Logs the first refusal at once and the others as a count, so that peers cannot fill the log."""
         now = time.monotonic()
-        if not self._unreported or now < self._next_report:
-            return
-        self._next_report = now + _LOG_SECONDS
-        count = sum(self._unreported.values())
-        (address, reason), most = self._unreported.most_common(1)[0]
+        with self._lock:
+            if not self._unreported or now < self._next_report:
+                return
+            self._next_report = now + _LOG_SECONDS
+            count = sum(self._unreported.values())
+            (address, reason), most = self._unreported.most_common(1)[0]
+            self._unreported.clear()
         others = f" and {count - 1:,} more, {most:,} of them like it" if count > 1 else ""
-        log.warning("server: refused a peer at %s%s: %s (%d in all)", address, others, reason, self.num_refused)
-        self._unreported.clear()
+        log.warning("server: refused a peer at %s%s: %s (%d in all)", address, others, reason, self.num)
 
 
 def address_of(address: tuple[Any, ...]) -> tuple[str, int]:
@@ -180,12 +243,10 @@ def address_of(address: tuple[Any, ...]) -> tuple[str, int]:
     return str(address[0]).removeprefix("::ffff:").partition("%")[0], int(address[1])
 
 
-def _subnet(address: str) -> str:
-    """Addresses that one attacker is likely to have together."""
+def subnet(address: str, bits: int = 24) -> str:
+    """Addresses that one attacker is likely to have together: so many equal bits of IPv4, or 64 of IPv6."""
     known = ipaddress.ip_address(address)
-    if known.is_loopback:
-        return "loopback"
-    return str(ipaddress.ip_network(f"{address}/{24 if known.version == 4 else 64}", strict=False))
+    return str(ipaddress.ip_network(f"{address}/{bits if known.version == 4 else 64}", strict=False))
 
 
 def _explain(error: Exception) -> str:

@@ -22,6 +22,7 @@ from ringmaster_dist.transport.tensorpipe import ProtocolError
 log = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 0.0005  # the relay's thread waits at most this long for another thread that runs Python code
+_HELD_SECONDS = 0.02  # how often the thread looks whether a side whose filter waits may be read again
 _MOST_UNSENT_BYTES = 1 << 20  # back-pressure: if a peer has not read so much, nothing more is read for that peer
 
 
@@ -88,6 +89,7 @@ class Relay:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._new: list[Pair] = []
+        self._held: set[Pair] = set()  # with a side whose filter waits
         self._pairs: set[Pair] = set()
         self._lock = threading.Lock()  # protects the two above and the three below
         self._closed = False
@@ -155,7 +157,10 @@ class Relay:
 
     def _run(self) -> None:
         while self._pairs or not self._closed:
-            for key, events in self._selector.select():
+            held, self._held = self._held & self._pairs, set()
+            for pair in held:
+                self._select(pair)
+            for key, events in self._selector.select(_HELD_SECONDS if self._held else None):
                 if key.fileobj is self._woken:
                     self._take_new()
                     continue
@@ -193,6 +198,9 @@ class Relay:
         """Reads from each side unless the other side is behind, and waits to write to a side that is behind."""
         for side in pair.sides:
             events = selectors.EVENT_READ if len(side.other.unsent) < _MOST_UNSENT_BYTES else 0
+            if side.filter.is_waiting:
+                self._held.add(pair)
+                events = 0
             events |= selectors.EVENT_WRITE if side.unsent else 0
             if events != side.events:
                 self._deselect(side)

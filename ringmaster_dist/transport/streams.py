@@ -17,6 +17,7 @@ from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
 PIECE_BYTES = 1 << 18
 _MOST_FRAME_BYTES = 1 << 16
+_MOST_EMPTY_BYTES = 1 << 16  # records without content, such as those that change keys, and the answers to them
 
 
 class Stream:
@@ -56,6 +57,7 @@ class TlsStream(Stream):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._lock = threading.Lock()
+        self._empty_bytes = 0  # received since the last content
         self._raw: memoryview | None = None  # allocated at the first read, so that a pending peer costs little
 
     @property
@@ -70,6 +72,7 @@ class TlsStream(Stream):
 
     def feed(self, data: bytes | memoryview) -> None:
         self._incoming.write(data)
+        self._empty_bytes += len(data)
 
     def handshake(self) -> bool:
         """Takes one step without blocking. Returns whether the peer has proven itself. Raises ssl.SSLError."""
@@ -90,9 +93,12 @@ class TlsStream(Stream):
         with self._lock:
             try:
                 if self._incoming.pending or self._object.pending():
-                    return self._object.read(PIECE_BYTES) or self._refuse_more()
+                    data = self._object.read(PIECE_BYTES) or self._refuse_more()
+                    self._empty_bytes = 0
+                    return data
             except ssl.SSLWantReadError:  # the rest of a record is still to come
                 pass
+            self._refuse_empty()
         return b""
 
     def wrapped(self, data: bytes | memoryview) -> bytes:
@@ -121,9 +127,15 @@ class TlsStream(Stream):
                     if not received:
                         self._refuse_more()
                     count += received
+                    self._empty_bytes = 0
             except ssl.SSLWantReadError:  # the rest of a record is still to come
                 pass
+            self._refuse_empty()
         return count
+
+    def _refuse_empty(self) -> None:
+        if max(self._empty_bytes, self._outgoing.pending) > _MOST_EMPTY_BYTES:
+            raise ConnectionAbortedError("the peer sends records without content")
 
     def _refuse_more(self) -> NoReturn:
         """The peer has closed the TLS stream. Bytes that it sends after that are not read."""

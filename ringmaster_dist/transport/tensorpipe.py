@@ -21,7 +21,8 @@ import struct
 from typing import NamedTuple
 
 LENGTH_BYTES = 8
-PYTHON_CALL = struct.pack("<i", 0x102)  # torch RPC's message type for a call of a Python function
+# Torch RPC's message types for a call of a Python function, for its result, and for an exception in place of it.
+PYTHON_CALL, PYTHON_RESULT, EXCEPTION = (struct.pack("<i", kind) for kind in (0x102, 0x203, 0x237))
 _DESCRIPTOR_REPLY = 1  # the purpose of a pipe's second connection
 _STRUCTURE, _ARRAY, _MAP, _BINARY, _STRING, _VARIANT = 0xB9, 0xBA, 0xBB, 0xBC, 0xBD, 0xB8
 _BASIC_BROCHURE = (
@@ -262,6 +263,21 @@ def _integer(text: bytes) -> int:
     """A number of the pickle, decoded as the unpickler decodes it."""
     digits = text[2:] if text[:1] == b"\x8a" else text[1:]
     return int.from_bytes(digits, "little", signed=text[:1] in b"J\x8a")
+
+
+_CALL = re.compile(
+    rb"\x80[\x04\x05]\x95.{8}\x8c\x1etorch\.distributed\.rpc\.internal\x94\x8c\x09PythonUDF\x94\x93\x94"
+    rb"\x8c\x1fringmaster_dist\.transport\.agent\x94\x8c.(join|fetch|push|await_stale|leave)\x94\x93\x94",
+    re.DOTALL,
+)
+
+
+def name_of_call(pickle: bytes) -> str:
+    """The name of the function that a call's pickle begins with. The unpickler checks that it calls this one."""
+    found = _CALL.match(pickle)
+    if found is None:
+        raise ProtocolError("a call of none of this system's functions")
+    return found[1].decode()
 
 
 def framed(frame: bytes) -> bytes:

@@ -26,8 +26,8 @@ from ringmaster_dist.worker.talk import Talk
 
 def work(
     server: str | Callable[[], str], token: str, make: Callable[..., Job] = make_job, /, *, slot: int = -1,
-    tls: bool = True, target: str = "", device: str = "", connect_seconds: float, call_seconds: float,
-    patience_seconds: float, ranks: int = 1, talk: Talk | None = None,
+    tls: bool = True, insecure: bool = False, target: str = "", device: str = "", connect_seconds: float,
+    call_seconds: float, patience_seconds: float, ranks: int = 1, talk: Talk | None = None,
 ) -> int:  # fmt: skip
     """Works until the run is over, and returns the exit code.
 
@@ -43,7 +43,9 @@ def work(
     def connect() -> Client:
         nonlocal where
         where = _where(server) if isinstance(server, str) else server()
-        return Client(where, token=token, tls=tls, connect_seconds=connect_seconds, call_seconds=call_seconds)
+        return Client(
+            where, token=token, tls=tls, insecure=insecure, connect_seconds=connect_seconds, call_seconds=call_seconds
+        )
 
     make = partial(make, target=target, device=device)
     try:

@@ -15,7 +15,7 @@ from tests.distributed.processes import LONG, Run, alive, check_finished, descen
 from tests.distributed.test_join import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKEN = "0123456789abcdef"
+TOKEN = "0123456789abcdef" * 2
 
 # A gradient takes 20 ms in a worker, and no time in a replay. On a second rank each micro-batch takes as long. Every
 # sixth draw has a hundred of them. So in a group of two, the first rank often waits for the second.

@@ -14,7 +14,7 @@ from ringmaster_dist.cli.main import main
 from tests.distributed.processes import LONG, QUICK, Run, check_finished, until
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKEN = "0123456789abcdef"
+TOKEN = "0123456789abcdef" * 2
 
 
 def start(code_or_module, *arguments, cwd=None, **environment):
@@ -44,7 +44,7 @@ def ended(process, code, *words):
         (["server.host=0.0.0.0", "server.tls=false"], {}, ["server.tls=false with server.host=0.0.0.0", "insecure"]),
         (["cluster.local_workers=5"], {}, ["cluster.local_workers=5: between 0 and cluster.workers=4"]),
         (["server.start_seconds=60"], {}, ["server.start_seconds=60: must be below server.call_seconds=60"]),
-        (["server.host=0.0.0.0"], {"RINGMASTER_TOKEN": "short"}, ["RINGMASTER_TOKEN", "at least 16"]),
+        (["server.host=0.0.0.0"], {"RINGMASTER_TOKEN": "short"}, ["RINGMASTER_TOKEN", "openssl rand -hex 16"]),
         (["server.host=0.0.0.0"], {"RINGMASTER_TOKEN_FILE": "/no"}, ["token file /no cannot be read"]),
         (["resume=auto"], {}, ["resume=auto needs run.dir"]),
     ],

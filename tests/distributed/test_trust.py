@@ -22,7 +22,7 @@ from ringmaster_dist.transport import identity
 from tests.command import ringmaster
 from tests.distributed.processes import LONG, Run, check_finished, descendants, hang_up, until
 
-TOKEN = "0123456789abcdef"
+TOKEN = "0123456789abcdef" * 2
 QUICK_WORKER = ["connect_seconds=2", "call_seconds=3", "patience_seconds=3"]
 
 

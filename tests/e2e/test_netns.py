@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.e2e]
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400
-TOKEN = {"RINGMASTER_TOKEN": "a token of sixteen or more".replace(" ", "-")}
+TOKEN = {"RINGMASTER_TOKEN": "0123456789abcdef" * 2}
 SERVER = ["cluster.local_workers=0", f"server.port={PORT}", "method=asynchronous", "problem.dim=2000",
           "cluster.profile=similar", "cluster.unit_seconds=0.02", "server.start_seconds=0", *LONG]  # fmt: skip
 HASTY = ["connect_seconds=5", "call_seconds=4"]

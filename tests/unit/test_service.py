@@ -62,7 +62,7 @@ class Stage:
         if state is not None or restarted:
             core.enter_term([0, core.version])
         defaults = {"max_updates": 1000, "max_seconds": 1000.0, "lease_seconds": 10.0, "max_invalid": 10}
-        given = Settings(config_text="x: 1", fingerprint="f", token="secret", **(defaults | settings))
+        given = Settings(config_text="x: 1", fingerprint="f", token="secret", session_key="k", **(defaults | settings))
         self.service = Service(core, given, self.notes, checkpointing, state=state, clock=lambda: self.time)
 
     def join(self, token="secret", protocol=PROTOCOL_VERSION):
