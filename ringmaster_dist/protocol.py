@@ -38,6 +38,10 @@ class Receipt(NamedTuple):
     continue_at: int  # the worker continues from the first snapshot of at least this version
     reason: str = ""  # why, when the verdict is invalid
 
+    def is_well_formed(self) -> bool:
+        numbers = (self.delay, self.version, self.continue_at)
+        return isinstance(self.verdict, Verdict) and all(map(_is_count, numbers)) and type(self.reason) is str
+
 
 # Programs with different versions of these messages refuse each other.
 PROTOCOL_VERSION = 5
@@ -117,6 +121,16 @@ class Welcome(NamedTuple):
     snapshot: Snapshot | None
     rows: int = 0  # as in `Reply`
 
+    def is_well_formed(self) -> bool:
+        """Whether every field has its type. A worker trusts the server's words no more than the server trusts its."""
+        words = (self.session, self.reason, self.config, self.fingerprint)
+        return (
+            all(type(word) is str for word in words)
+            and all(map(_is_count, (self.worker_id, self.rows)))
+            and type(self.ended) is bool
+            and (self.snapshot is None or _is_snapshot(self.snapshot))
+        )
+
 
 class Interruptions(NamedTuple):
     """The work that a worker has stopped early so far."""
@@ -160,6 +174,13 @@ def _are_devices(given: object) -> bool:
     return all(isinstance(device, Device) and device.is_well_formed() for device in given)
 
 
+def _is_snapshot(given: object) -> bool:
+    import torch
+
+    good = isinstance(given, Snapshot) and isinstance(given.iterate, torch.Tensor) and given.iterate.dim() == 1
+    return good and _is_count(given.version) and _is_count(given.term)  # type: ignore[attr-defined]
+
+
 def _is_count(number: object) -> bool:
     return type(number) is int and -_MOST <= number <= _MOST
 
@@ -177,6 +198,16 @@ class Reply(NamedTuple):
     unknown: bool = False  # this server does not know the session: the worker joins again
     evicted: str = ""  # why the server refuses this worker from now on
     rows: int = 0  # the worker's gradients take this many rows from now on; 0: as the configuration says
+
+    def is_well_formed(self) -> bool:
+        receipt = self.receipt
+        return (
+            (self.snapshot is None or _is_snapshot(self.snapshot))
+            and (receipt is None or (isinstance(receipt, Receipt) and receipt.is_well_formed()))
+            and type(self.ended) is type(self.unknown) is bool
+            and type(self.evicted) is str
+            and _is_count(self.rows)
+        )
 
     @property
     def ends_membership(self) -> bool:

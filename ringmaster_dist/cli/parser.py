@@ -154,3 +154,9 @@ def one_of(*names: str) -> Callable[[str], str]:
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Converts values that are separated by commas."""
     return lambda text: [kind(word) for word in text.split(",")]
+
+
+def target_setting(parser: Parser) -> None:
+    """For a command that reads a run, which may need the user's own code."""
+    parser.setting("target=NAME", "the code that it may import, if the run needs some: problem.target (problem=python) "
+                   "or the folder of nanochat on this machine (problem=nanochat_checkout)", str, "")  # fmt: skip

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringmaster_dist.cli.parser import Parser, one_of, whole
+from ringmaster_dist.cli.parser import Parser, one_of, target_setting, whole
 from ringmaster_dist.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -151,10 +151,11 @@ def _wandb_entity(given: str | None) -> tuple[str, str]:
 
 def replay_options(parser: Parser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run.dir of a finished ringmaster train")
+    target_setting(parser)
 
 
 def run_replay(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster replay RUN_DIR
+    """ringmaster replay RUN_DIR [target=NAME]
 
     Recomputes a real run from its trace in one process. The same gradients arrive in the same order, and each is
     computed again at the iterate of its version. It says whether verdicts, losses and the final iterate are the same
@@ -173,7 +174,7 @@ def run_replay(arguments: Namespace, overrides: list[str]) -> int:
     line = ProgressLine(Console(stderr=True))
     try:
         with belong_together(arguments.run_dir):
-            outcome = replay(arguments.run_dir, line.show)
+            outcome = replay(arguments.run_dir, line.show, target=arguments.target)
     finally:
         line.close()
     verdict = "same" if outcome.same else "DIFFERENT"

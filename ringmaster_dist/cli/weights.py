@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from ringmaster_dist.cli.parser import Parser, number, one_of, whole
+from ringmaster_dist.cli.parser import Parser, number, one_of, target_setting, whole
 from ringmaster_dist.config.errors import UserError
 
 _PROMPT_TOKENS = 12  # of a prompt that is taken from the data
@@ -23,6 +23,7 @@ def _weights_argument(parser: Parser) -> None:
 def _checkpoint_setting(parser: Parser) -> None:
     parser.setting("checkpoint=NAME", "which weights of a run: newest, or best (those of its lowest evaluation)",
                    one_of("newest", "best"), "newest")  # fmt: skip
+    target_setting(parser)
 
 
 def eval_options(parser: Parser) -> None:
@@ -32,7 +33,7 @@ def eval_options(parser: Parser) -> None:
 
 
 def run_eval(arguments: Namespace, overrides: list[str]) -> int:
-    """ringmaster eval RUN_DIR|CHECKPOINT|WEIGHTS [checkpoint=best] [--rows N]
+    """ringmaster eval RUN_DIR|CHECKPOINT|WEIGHTS [checkpoint=best] [target=NAME] [--rows N]
 
     Evaluates weights. For a language model it prints the loss per token and the bits per byte over the whole validation
     part, and shows its progress on stderr.
@@ -44,7 +45,7 @@ def run_eval(arguments: Namespace, overrides: list[str]) -> int:
     from ringmaster_dist.problems.nanochat.problem import TextProblem
     from ringmaster_dist.runtime.saved_weights import find_weights
 
-    weights = find_weights(arguments.weights, best=arguments.checkpoint == "best")
+    weights = find_weights(arguments.weights, best=arguments.checkpoint == "best", target=arguments.target)
     problem = weights.problem
     torch.set_num_threads(weights.config.server.compute_threads)  # as in the server, so that sums round the same way
     if isinstance(problem, TextProblem):
@@ -87,7 +88,7 @@ def run_sample(arguments: Namespace, overrides: list[str]) -> int:
     """
     writer = Writer(
         arguments.weights, temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed,
-        cached=not arguments.no_cache, best=arguments.checkpoint == "best",
+        cached=not arguments.no_cache, best=arguments.checkpoint == "best", target=arguments.target,
     )  # fmt: skip
     if not arguments.interactive:
         writer.write(writer.prompt_of_data() if arguments.prompt is None else arguments.prompt, arguments.tokens)
@@ -107,14 +108,22 @@ class Writer:
     """Writes a text to stdout, token by token, and remembers it. The context slides over a text that is longer."""
 
     def __init__(
-        self, path: Path, *, temperature: float, top_k: int, seed: int, cached: bool, best: bool = False
+        self,
+        path: Path,
+        *,
+        temperature: float,
+        top_k: int,
+        seed: int,
+        cached: bool,
+        best: bool = False,
+        target: str = "",
     ) -> None:
         """Raises UserError if the weights are not of a language model, or not finite."""
         from ringmaster_dist.problems.nanochat.generate import reader_of
         from ringmaster_dist.problems.nanochat.problem import TextProblem
         from ringmaster_dist.runtime.saved_weights import find_weights
 
-        weights = find_weights(path, best=best)
+        weights = find_weights(path, best=best, target=target)
         problem = weights.problem
         if not isinstance(problem, TextProblem):
             raise UserError(f"{path} is of problem={weights.config.problem.name}: only a language model writes text")
@@ -191,13 +200,21 @@ def run_export(arguments: Namespace, overrides: list[str]) -> int:
     from ringmaster_dist.runtime.exports import WRITERS
     from ringmaster_dist.runtime.saved_weights import find_weights
 
-    weights = find_weights(arguments.weights, best=arguments.checkpoint == "best")
+    weights = find_weights(arguments.weights, best=arguments.checkpoint == "best", target=arguments.target)
     torch.set_num_threads(weights.config.server.compute_threads)  # so that running statistics have the server's bits
     name = "weights.safetensors" if arguments.format == "safetensors" else arguments.format
     target = arguments.target or weights.config_file.parent / name
     try:
+        _refuse_links(target)
         WRITERS[arguments.format](weights, target)
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error})") from error
     print(f"{target}: {weights.layout.size:,} parameters after {weights.version:,} updates, from {weights.path.name}")
     return 0
+
+
+def _refuse_links(target: Path) -> None:
+    """Raises UserError if what is written would go elsewhere, by a link in a directory that may be somebody else's."""
+    for path in (target, target.with_suffix(".yaml"), target.with_suffix(".tokenizer.json")):
+        if path.is_symlink():
+            raise UserError(f"{path} is a link to another place: give another target")

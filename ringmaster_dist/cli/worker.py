@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from typing import Any
 
-from ringmaster_dist.cli.parser import Parser, number, whole
+from ringmaster_dist.cli.parser import Parser, number, target_setting, whole
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import ServerConfig
 from ringmaster_dist.config.secret import given_token
@@ -51,8 +51,7 @@ def worker_options(parser: Parser) -> None:
                    "FILE is read at every attempt to connect, for a server that may restart at another address",
                    _server)  # fmt: skip
     parser.setting("token_file=FILE", TOKEN_HELP, str, "")
-    parser.setting("target=NAME", "the code that it may import, if the run needs some: problem.target (problem=python) "
-                   "or the folder of nanochat on this machine (problem=nanochat_checkout)", str, "")  # fmt: skip
+    target_setting(parser)
     parser.setting("device=NAME[,...]", "where it computes, such as cuda:1 or cpu; workers=N take several in turn. "
                    "Without it, workers take the accelerators in turn, or the CPU if there is none",
                    device_names)  # fmt: skip

@@ -45,6 +45,7 @@ from ringmaster_dist.config.schema import (
 )
 from ringmaster_dist.config.sizes import refuse_too_many_simulated
 from ringmaster_dist.config.validate import refusal, validate
+from ringmaster_dist.foreign import refuse_aliases, refuse_interpolations
 
 # A resumed run may change these sections,
 _MAY_CHANGE = ("budget", "cluster", "server", "worker", "checkpoint", "logger")
@@ -148,13 +149,18 @@ def from_yaml(text: str, source: str = "the configuration of the run") -> Config
 
 def _parsed(text: str, source: str) -> DictConfig:
     """A configuration that an earlier process has written. Raises `UserError` if the text is damaged."""
+    why = "it is damaged, or another program's"
     try:
+        refuse_aliases(text)
         composed: Any = OmegaConf.create(text)
+        refuse_interpolations(OmegaConf.to_container(composed, resolve=False))
         choices = [composed[group].name for group in ("problem", "method", "geometry")]
-    except (YAMLError, OmegaConfBaseException, AssertionError, AttributeError, LookupError, TypeError, ValueError):
+    except ValueError as error:
+        choices, why = [None], why if isinstance(error, OmegaConfBaseException) else str(error)
+    except (YAMLError, OmegaConfBaseException, AssertionError, AttributeError, LookupError, TypeError, RecursionError):
         choices = [None]
     if not all(isinstance(choice, str) for choice in choices):
-        raise UserError(f"{source} is not the configuration of a run: it is damaged, or another program's")
+        raise UserError(f"{source} is not the configuration of a run: {why}")
     assert isinstance(composed, DictConfig)
     return composed
 

@@ -41,6 +41,27 @@ def reported_once(source: str, what: str) -> Iterator[None]:
         raise UserError(f"{source}: {what}\n{own_frames(error)}") from error
 
 
+def allow(config: Config, target: str, who: str = "this command") -> None:
+    """Raises UserError if the configuration needs code that ``target``, which the user has given, does not allow.
+
+    A configuration may come from somebody else. A checkout is taken from where the user says that it is.
+    """
+    if config.problem.name == CHECKOUT:
+        if not target:
+            raise UserError(
+                f"the run trains a nanochat checkout, and none was allowed: {who} imports only what its user allows: "
+                "add target=PATH, the folder of the same nanochat on this machine"
+            )
+        config.problem.path = target
+    if config.problem.name == "python" and config.problem.target != target:
+        wanted = config.problem.target
+        given = f"target={target} was given" if target else "none was allowed"
+        raise UserError(
+            f"the run needs code of yours, problem.target={wanted}, and {given}: {who} imports only what "
+            f"its user allows: add target={wanted}"
+        )
+
+
 def source_of(config: Config) -> str:
     """The key that names the user's code, with its value."""
     problem = config.problem

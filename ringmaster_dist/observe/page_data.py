@@ -16,6 +16,7 @@ from ringmaster_dist.observe.records import VERDICTS, WorkerRow, WorkerSummary
 from ringmaster_dist.observe.run_files import Recording
 from ringmaster_dist.observe.timeline import KINDS, timelines
 
+_MOST_WORKERS = 1_000_000  # of a run, over all its time
 _LISTED_WORKERS = 64
 _LABEL_KEYS = 4
 _SECTIONS = ("method", "problem", "model", "data", "geometry", "cluster", "wire", "budget", "run")  # by interest
@@ -178,6 +179,8 @@ def workers_of(recording: Recording) -> list[dict[str, Any]]:
         listed = recording.summary.per_worker
     own, accepted = trace["worker"], trace["verdict"] == ACCEPTED
     size = max([int(own.max()) if len(trace) else -1, *(int(name) for name in listed)], default=-1) + 1
+    if size > _MOST_WORKERS:
+        raise ValueError(f"a worker with the number {size - 1}")
     counts = [np.bincount(own[trace["verdict"] == code], minlength=size) for code in range(len(VERDICTS))]
     used, wasted = (np.bincount(own, weights=trace["compute_seconds"] * part, minlength=size)
                     for part in (accepted, ~accepted))  # fmt: skip

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ringmaster_dist.observe import style
@@ -37,11 +38,14 @@ def write_report(directories: Sequence[Path], folder: Path) -> list[Path]:
         data = page_data([Recording(directory) for directory in directories])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "report.html"
-        temporary = folder / ".report.html"
-        temporary.write_text(page(data))
-        temporary.replace(path)  # a reader never sees half a page
-        return [path, *draw(data, folder)]
+        if folder.is_symlink() and folder.parent in directories:
+            raise RunDirectoryError(f"{folder} is a link to another place: choose another --out")
+        # A reader never sees half a page, and a link in the folder is replaced and not followed.
+        with TemporaryDirectory(prefix=".", dir=folder) as name:
+            written = [Path(name) / "report.html"]
+            written[0].write_text(page(data))
+            written += draw(data, Path(name))
+            return [path.replace(folder / path.name) for path in written]
     except OSError as error:
         raise RunDirectoryError(
             f"{folder} cannot be written ({error.strerror or error}): choose another --out"

@@ -23,6 +23,7 @@ import yaml
 from safetensors import SafetensorError
 
 from ringmaster_dist.errors import Mistake
+from ringmaster_dist.foreign import inside, plain_yaml
 from ringmaster_dist.observe.records import VERDICTS, Arrival, Member, MetricsRow, Summary, Term, parse
 
 CONFIG, TRACE, METRICS, SUMMARY = "config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json"
@@ -47,7 +48,6 @@ _COLUMNS: dict[str, type[np.generic]] = {
 }
 _OPTIONAL = ("loss", "rows")  # a line may have no such number
 
-_YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class RunFiles:
 
     def read(self, name: str) -> str:
         """The text of a small file; empty if there is none. Bytes that are no text are replaced."""
-        path = self.path / name
+        path = self._path(name)
         return path.read_text(errors="replace").strip() if path.is_file() else ""
 
     def size(self, name: str) -> int:
@@ -95,14 +95,14 @@ class RunFiles:
         """config.yaml as plain values. Raises RunDirectoryError if there is none."""
         if not self.path.is_dir():
             raise RunDirectoryError(f"{self.path} is not a directory: give the run.dir of a train or simulate")
-        path = self.path / CONFIG
+        path = self._path(CONFIG)
         if not path.is_file():
             raise RunDirectoryError(
                 f"{self.path} holds no run (no config.yaml): give the run.dir of a train or simulate"
             )
         try:
-            config = yaml.load(path.read_text(), _YamlLoader)
-        except (yaml.YAMLError, UnicodeDecodeError):
+            config = plain_yaml(path.read_text())
+        except (yaml.YAMLError, ValueError, RecursionError):
             config = None
         if not isinstance(config, dict) or not {"method", "problem", "cluster"} <= config.keys():
             raise RunDirectoryError(f"{path} is not the configuration of a run: is {self.path} another program's?")
@@ -111,7 +111,7 @@ class RunFiles:
     def summary(self) -> Summary | None:
         """None before the run has ended, and for a file that holds no summary."""
         try:
-            return Summary.from_json(json.loads((self.path / SUMMARY).read_text()))
+            return Summary.from_json(json.loads(self._path(SUMMARY).read_text()))
         except (OSError, *_NO_RECORD):
             return None
 
@@ -162,7 +162,7 @@ class RunFiles:
     def _end(self, name: str, num_bytes: int) -> list[bytes]:
         """The whole lines in the last bytes of a file. The first one may lack its beginning."""
         try:
-            with (self.path / name).open("rb") as file:
+            with self._path(name).open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
                 lines = file.read().splitlines(keepends=True)
         except OSError:
@@ -175,8 +175,15 @@ class RunFiles:
         newest = max((path.stat().st_mtime for path in written if path.exists()), default=0.0)
         return _is_locked(self.path / LOCK) or time.time() - newest < _FRESH_SECONDS
 
+    def _path(self, name: str) -> Path:
+        """Raises RunDirectoryError for a link out of the directory: it may come from somebody else."""
+        try:
+            return inside(self.path, name)
+        except ValueError as error:
+            raise RunDirectoryError(f"{error}: copy the file, if it belongs there") from error
+
     def _lines(self, name: str) -> list[bytes]:
-        path = self.path / name
+        path = self._path(name)
         return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
 
     def _records(self, name: str, make: Callable[[Mapping[str, Any]], T]) -> list[T]:

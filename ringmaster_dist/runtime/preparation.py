@@ -15,6 +15,7 @@ from ringmaster_dist import devices
 from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError, warn
+from ringmaster_dist.config.own_code import allow
 from ringmaster_dist.config.profile_file import measured_times, warn_about_times
 from ringmaster_dist.config.schema import TEXT_PROBLEMS, Config
 from ringmaster_dist.config.secret import servers_token
@@ -47,8 +48,15 @@ def prepare(overrides: list[str], program: str = "ringmaster train") -> tuple[Co
     Raises UserError at a mistake, and `RunIsOver` if resume=auto finds a run that has used up its budget.
     """
     token = servers_token()
+    named = overrides
+    resumes = _given("resume", overrides) not in ("", "null", "auto")
+    if resumes:
+        overrides = [word for word in overrides if not word.startswith("target=")]
     composed, resumed, fetched = _composed(overrides, token)
     config = to_typed(composed, real_time=True)
+    if resumes:  # the directory may come from somebody else
+        allow(config, _given("target", named), "ringmaster train resume=")
+        composed.problem.path = config.problem.path
     _refuse_what_only_a_simulation_can(config)
     refuse_too_many_processes(config)
     _warn_about_loopback(config)
@@ -65,7 +73,7 @@ def prepare(overrides: list[str], program: str = "ringmaster train") -> tuple[Co
         composed.cluster.times = measured_times(config.cluster)
     text = annotated(composed) + "\n"
     directory.write_config(text)
-    directory.add_command(program, overrides)
+    directory.add_command(program, named)
     return config, text, directory
 
 

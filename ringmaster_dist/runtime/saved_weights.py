@@ -13,6 +13,7 @@ from ringmaster_dist.algorithm.layout import Layout
 from ringmaster_dist.config.build import build_layout, build_problem
 from ringmaster_dist.config.compose import config_text, from_yaml
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.own_code import allow
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.observe.run_files import BEST, CONFIG
 from ringmaster_dist.problems import Problem, unwrapped
@@ -35,10 +36,10 @@ class Weights(NamedTuple):
     config_file: Path
 
 
-def find_weights(path: Path, *, best: bool = False) -> Weights:
+def find_weights(path: Path, *, best: bool = False, target: str = "") -> Weights:
     """Reads a run's newest checkpoint, one checkpoint, or exported weights. Raises UserError if there are none.
 
-    With ``best`` it reads the weights of the lowest evaluation of a run.
+    With ``best`` it reads the weights of the lowest evaluation of a run. ``target`` is the code that may be imported.
     """
     if best:
         path = _best_of(path)
@@ -61,6 +62,7 @@ def find_weights(path: Path, *, best: bool = False) -> Weights:
         raise UserError(f"{path}: its configuration is missing ({config_file})")
     text = config_text(config_file) if config_file.name == CONFIG else config_file.read_text(errors="replace")
     config = from_yaml(text, str(config_file))
+    allow(config, target)
     problem = build_problem(config)
     layout = build_layout(config, problem)
     try:
@@ -101,7 +103,7 @@ def chosen_weights(config: Config) -> Tensors | None:
     """
     if config.init is None:
         return None
-    tensors = _tensors_by_name(Path(config.init).expanduser())
+    tensors = _tensors_by_name(Path(config.init).expanduser(), config.problem.target or config.problem.path or "")
     problem = build_problem(config)
     layout = build_layout(config, problem)
     try:
@@ -119,8 +121,10 @@ def write_initial(directory: Path, chosen: Tensors | None) -> None:
         weights.write(directory / weights.INITIAL, chosen, 0)
 
 
-def _tensors_by_name(path: Path) -> Tensors:
+def _tensors_by_name(path: Path, target: str) -> Tensors:
     """A checkpoint is one flat tensor, whose order is that of its own run's problem. So that problem is built.
+
+    Of code, only ``target`` is imported.
 
     A checkpoint of nanochat has its tensors by name.
     """
@@ -132,7 +136,7 @@ def _tensors_by_name(path: Path) -> Tensors:
     except (SafetensorError, OSError) as error:
         raise UserError(f"init={path} cannot be read: {error}") from error
     try:
-        found = find_weights(path)
+        found = find_weights(path, target=target)
     except UserError as error:
         raise UserError(f"init: {error}") from error
     return weights.by_name(found.problem, found.layout, found.iterate)

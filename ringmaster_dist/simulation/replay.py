@@ -24,6 +24,7 @@ from ringmaster_dist.algorithm.rows import RowsChange
 from ringmaster_dist.config.build import build_core, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import config_text, from_yaml
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.own_code import allow
 from ringmaster_dist.config.schema import OWN_CODE, Config
 from ringmaster_dist.observe.records import Member, Term
 from ringmaster_dist.observe.run_files import CONFIG, FINAL, MEMBERS, ROWS, TERMS, TRACE, RunFiles
@@ -95,13 +96,19 @@ class _Computed(NamedTuple):
         return gradient_in_turn(self.problem, self.ranks, iterate, seed, self.worker, self.sequence, self.rows)
 
 
-def replay(directory: Path, progress: Callable[[float, str], None] = lambda fraction, text: None) -> Outcome:
-    """Raises `UserError` where the directory does not hold a finished real run. ``progress`` is called at arrivals."""
+def replay(
+    directory: Path, progress: Callable[[float, str], None] = lambda fraction, text: None, *, target: str = ""
+) -> Outcome:
+    """Raises `UserError` where the directory does not hold a finished real run, or needs other code than ``target``.
+
+    ``progress`` is called at arrivals.
+    """
     for name in (CONFIG, TRACE, MEMBERS, TERMS, FINAL):
         if not (directory / name).exists():
             raise UserError(f"{directory} has no {name}: replay needs the directory of a finished ringmaster train")
     files = RunFiles(directory, complete=True)
     config = from_yaml(config_text(directory / CONFIG), str(directory / CONFIG))
+    allow(config, target)
     problem = build_problem(config)
     arrivals, members, terms = files.arrivals(), files.members(), files.terms()
     make_core = partial(build_core, config, problem, directory)

@@ -19,7 +19,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import rpc
@@ -43,6 +43,7 @@ from ringmaster_dist.transport.tensorpipe import ProtocolError
 
 log = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer", Welcome, Reply)
 _STORE_PING = b"\x00\xce\xf7\x85\x3c\x0d" + b"ring"  # torch's TCPStore answers with the last four bytes
 _STORE_SECONDS = 1.0  # a store answers this ping within this time
 
@@ -85,17 +86,14 @@ class Client:
         self._tunnel.close()
 
     def join(self, request: JoinRequest) -> Welcome:
-        welcome: Welcome = self._call(agent.join, request)
-        return welcome
+        return self._checked(Welcome, self._call(agent.join, request))
 
     def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply:
-        reply: Reply = self._call(agent.fetch, session, term, known_version, interruptions)
-        return reply
+        return self._checked(Reply, self._call(agent.fetch, session, term, known_version, interruptions))
 
     def push(self, session: str, push: Push) -> Reply:
         """Idempotent: a push that is repeated, because a round takes longer than the timeout, counts once."""
-        reply: Reply = self._call(agent.push, session, push)
-        return reply
+        return self._checked(Reply, self._call(agent.push, session, push))
 
     def leave(self, session: str) -> None:
         self._call(agent.leave, session)
@@ -114,6 +112,11 @@ class Client:
         except RuntimeError as error:
             raise Unreachable(self._lost()) from error
         future.add_done_callback(done)
+
+    def _checked(self, kind: type[_Answer], answer: Any) -> _Answer:
+        if isinstance(answer, kind) and answer.is_well_formed():
+            return answer
+        raise Incompatible(f"the server at {self._server} gave an answer that is none of this system")
 
     def _lost(self) -> str:
         hint = "" if self.is_proven else ", which may expect TLS: tls=false was given here"

@@ -12,8 +12,8 @@ from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_fingerprint, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.own_code import allow
 from ringmaster_dist.config.profile_file import cluster_seconds
-from ringmaster_dist.config.schema import CHECKOUT
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.profiles import SpeedPhase, rate_at
@@ -54,20 +54,7 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
     Raises UserError for another target, and for a device that this machine does not have.
     """
     config = from_yaml(config_text)
-    if config.problem.name == CHECKOUT:
-        if not target:
-            raise UserError(
-                "the run trains a nanochat checkout, and none was allowed: a worker imports only what its user allows: "
-                "add target=PATH, the folder of the same nanochat on this machine"
-            )
-        config.problem.path = target
-    if config.problem.name == "python" and config.problem.target != target:
-        wanted = config.problem.target
-        given = f"target={target} was given" if target else "none was allowed"
-        raise UserError(
-            f"the run needs code of yours, problem.target={wanted}, and {given}: a worker imports only what "
-            f"its user allows: add target={wanted}"
-        )
+    allow(config, target, "a worker")
     torch.set_num_threads(config.cluster.threads)  # several workers share a machine; bits depend on this number
     device = device_of(slot, device)
     problem = build_problem(config, device, rows_of(config, slot))

@@ -1,0 +1,44 @@
+"""Files that may come from somebody else: what they name and contain is data. They have no code, no references to
+what is here, no links to other places, and no size that their own bytes do not have.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_MOST_TEXT_BYTES = 1 << 20  # of a configuration
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
+
+
+def refuse_aliases(text: str) -> None:
+    """Raises ValueError if a text of YAML repeats parts of itself, by which a few lines can stand for any size."""
+    if len(text) > _MOST_TEXT_BYTES:
+        raise ValueError("it is too long")
+    for event in yaml.parse(text, _Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it repeats parts of itself (aliases of YAML)")
+
+
+def plain_yaml(text: str) -> Any:
+    """The values in a text of YAML. Raises ValueError, or yaml.YAMLError."""
+    refuse_aliases(text)
+    return yaml.load(text, _Loader)
+
+
+def refuse_interpolations(values: Any) -> None:
+    """Raises ValueError if a value refers to others or to the environment, as in ${oc.env:HOME}."""
+    if isinstance(values, str) and "${" in values:
+        raise ValueError(f"it refers to something else ({values[:80]!a}), and would have to be resolved here")
+    for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
+        refuse_interpolations(value)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file in a folder. Raises ValueError if it is a link to somewhere else."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link to a place outside of {folder}")
+    return path
