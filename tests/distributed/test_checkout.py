@@ -18,7 +18,7 @@ from ringmaster_dist.cli.main import main
 from ringmaster_dist.config.compose import load
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.runtime.saved_weights import chosen_weights, find_weights
-from tests.distributed.processes import Run, check_finished, until
+from tests.distributed.processes import Run, check_finished, target_of, until
 
 SIZES = ["model.depth=2", "model.sequence_len=64", "problem.validation_rows=8"]
 
@@ -66,6 +66,10 @@ def test_a_checkout_is_trained_killed_resumed_and_replayed(run):
     assert summary["final_loss"] < 0.5 * rows[0]["loss"]
 
 
+def allowed(run):
+    return f"target={target_of(run.directory)}"
+
+
 class Bomb:
     """An object that makes a folder when it is unpickled."""
 
@@ -78,8 +82,8 @@ class Bomb:
 
 def test_an_export_is_what_nanochat_loads_and_begins_a_run(run, nanochat, tmp_path):
     saved = tmp_path / "saved"
-    assert main(["export", str(run.directory), str(saved), "--format", "nanochat"]) == 0
-    weights = find_weights(run.directory)
+    assert main(["export", str(run.directory), str(saved), "--format", "nanochat", allowed(run)]) == 0
+    weights = find_weights(run.directory, target=target_of(run.directory))
     build = importlib.import_module("nanochat.checkpoint_manager").build_model
     model, _, meta = build(str(saved), 60, torch.device("cpu"), "eval")  # with strict=True
     assert meta["model_config"]["n_layer"] == 2
@@ -106,8 +110,8 @@ def test_an_export_is_what_nanochat_loads_and_begins_a_run(run, nanochat, tmp_pa
 
 
 def test_an_export_for_hugging_face_names_every_size(run, tmp_path):
-    assert main(["export", str(run.directory), str(tmp_path / "hub"), "--format", "hf"]) == 0
-    weights = find_weights(run.directory)
+    assert main(["export", str(run.directory), str(tmp_path / "hub"), "--format", "hf", allowed(run)]) == 0
+    weights = find_weights(run.directory, target=target_of(run.directory))
     tensors = load_file(tmp_path / "hub/model.safetensors")
     weights.problem.module.load_state_dict(tensors, strict=True)
     config = json.loads((tmp_path / "hub/config.json").read_text())
@@ -122,7 +126,9 @@ def test_an_export_for_hugging_face_names_every_size(run, tmp_path):
 
 def test_a_dialogue_continues_beyond_the_context(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("def function_1\n    return\n"))
-    assert main(["sample", str(run.directory), "--interactive", "--tokens", "90", "--temperature", "0"]) == 0
+    assert (
+        main(["sample", str(run.directory), "--interactive", "--tokens", "90", "--temperature", "0", allowed(run)]) == 0
+    )
     text = capsys.readouterr().out
     assert text.startswith("def function_1")
     assert text.count("return") > 3  # it has learnt what its text looks like

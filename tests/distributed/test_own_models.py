@@ -118,9 +118,9 @@ def test_a_model_is_trained_replayed_exported_and_loaded(name, text, own, tmp_pa
     summary, first = trained(run, name)
     assert summary["updates"] == 60
     assert summary["final_loss"] < 0.9 * first["loss"]
-    evaluated = printed(capsys, "eval", str(run))
+    evaluated = printed(capsys, "eval", str(run), f"target={name}:factory")
     assert f"loss {summary['final_loss']:.4f}" in evaluated
-    printed(capsys, "export", str(run), str(tmp_path / "out.safetensors"))
+    printed(capsys, "export", str(run), str(tmp_path / "out.safetensors"), f"target={name}:factory")
     state = load_file(tmp_path / "out.safetensors")
     with safe_open(tmp_path / "out.safetensors", framework="pt") as file:
         assert file.metadata()["version"] == "60"
@@ -135,7 +135,7 @@ def test_a_model_is_trained_replayed_exported_and_loaded(name, text, own, tmp_pa
     assert final.keys() == state.keys()
     assert all(torch.equal(final[key], state[key]) for key in state)
     for file in (tmp_path / "out.safetensors", run / "final.safetensors"):
-        assert f"loss {found:.4f}" in printed(capsys, "eval", str(file))
+        assert f"loss {found:.4f}" in printed(capsys, "eval", str(file), f"target={name}:factory")
     if name == "own_frozen":
         torch.manual_seed(0)  # run.seed
         untouched = module.Model().backbone.state_dict()
