@@ -29,7 +29,7 @@ _MOST_SMALL_BYTES = 1 << 12  # brochures, descriptors
 _ANNOUNCED_SECONDS = 60.0  # a tensor's bytes wait this long for the announcement on the other connection
 _NO_LIMIT = float("inf")
 _MOST_UNANSWERED = 16  # calls of one worker; a worker makes one at a time, and polls meanwhile
-_LEAST_BYTES_A_SECOND, _GRACE_SECONDS = 1 << 18, 30.0  # a tensor that is slower than both together is given up
+_LEAST_BYTES_A_SECOND, _GRACE_SECONDS = 1 << 15, 30.0  # a tensor that is slower than both together is given up
 
 
 class Share:

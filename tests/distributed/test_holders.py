@@ -7,7 +7,6 @@ import subprocess
 import threading
 import time
 
-import pytest
 from torch.distributed.rpc import internal
 
 from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinRequest

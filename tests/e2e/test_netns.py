@@ -286,3 +286,70 @@ def test_other_users_of_the_machine_reach_no_agent(tmp_path):
         assert len(found) == 5  # the server's agent and three workers'
         run.interrupt()
         check_finished(run)
+
+
+FLOOD = """
+import collections, socket, sys, time
+host, port = sys.argv[1].rsplit(":", 1)
+open_, sent, begin = collections.deque(), 0, time.monotonic()
+while True:
+    one = socket.socket()
+    one.setblocking(False)
+    one.connect_ex((host, int(port)))
+    open_.append(one)
+    sent += 1
+    if sent % 2 and len(open_) > 50:  # half of them begin to speak
+        try:
+            open_[-50].send(b"\\x16\\x03\\x01\\x3f\\xff")
+        except OSError:
+            pass
+    if len(open_) > 900:
+        open_.popleft().close()
+    if sent % 3000 == 0:
+        print(f"{sent / (time.monotonic() - begin):.0f}", flush=True)
+    ahead = begin + sent / 3200 - time.monotonic()
+    if ahead > 0.001:
+        time.sleep(ahead)
+"""
+JOIN = """
+import sys, time
+from ringmaster_dist.transport import client, identity, tensorpipe
+from ringmaster_dist.transport.streams import read_frame
+context = identity.worker_context(sys.argv[2])
+for _ in range(20):
+    began = time.monotonic()
+    try:
+        stream = client.dial(sys.argv[1], context, 20.0)
+        stream.send(tensorpipe.opening("far"))
+        tensorpipe.read_answer(read_frame(stream))
+        stream.socket.close()
+        print(f"in {time.monotonic() - began:.2f}", flush=True)
+    except Exception as error:
+        print(f"out {error!r}", flush=True)
+"""
+
+
+def test_a_flood_of_strangers_keeps_no_distant_worker_out(network, tmp_path):
+    """Others of the same network open 3,000 connections a second, and half of them begin to speak."""
+    host = network.machine("server")
+    network.machine("far", delay_seconds=0.05)
+    network.machine("strangers")
+    overrides = [*SERVER, f"server.host={host}", "cluster.workers=1", "cluster.local_workers=1"]
+    run = Run(tmp_path / "run", f"run.dir={tmp_path}/run", *overrides, "resume=null", prefix=network.at("server"))
+    with run:
+        until(lambda: run.version() > 5, "the run goes on")
+        flood = subprocess.Popen(
+            [*network.at("strangers"), sys.executable, "-c", FLOOD, f"{host}:{PORT}"], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            rates = [flood.stdout.readline()]
+            command = [*network.at("far"), sys.executable, "-c", JOIN, f"{host}:{PORT}", TOKEN["RINGMASTER_TOKEN"]]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        finally:
+            flood.kill()
+            rates += flood.communicate()[0].split()
+        lines = done.stdout.splitlines()
+        print(rates[-1], "connections per second:", lines)
+        assert [line.split()[0] for line in lines] == ["in"] * 20, done.stdout + done.stderr
+        run.interrupt()
+        check_finished(run, attacked=True)
