@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 
+from ringmaster_dist.process_settings import search_garbage_seldom
 from ringmaster_dist.signals import end_at_once, raise_when_stopped
-from ringmaster_dist.transport.process_settings import search_garbage_seldom
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
 
     from ringmaster_dist.cli.main import main as ringmaster
     from ringmaster_dist.config.errors import exit_code_of
-    from ringmaster_dist.transport.process_settings import prepare_environment
+    from ringmaster_dist.process_settings import prepare_environment
 
     if "RANK" not in os.environ:
         raise_when_stopped()

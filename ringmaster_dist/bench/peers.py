@@ -88,11 +88,11 @@ def serve(
     device: str = "cpu",
 ) -> None:  # fmt: skip
     """Serves until the process is ended. Without ``updates`` nothing is computed."""
+    from ringmaster_dist.process_settings import return_memory
     from ringmaster_dist.server.core import ServerCore
     from ringmaster_dist.server.outlets import NoJournal
     from ringmaster_dist.server.service import Service, Settings
     from ringmaster_dist.transport.host import Host
-    from ringmaster_dist.transport.process_settings import return_memory
 
     return_memory()
     torch.set_num_threads(1)
@@ -116,8 +116,8 @@ class Pusher:
     """A worker that pushes the same gradient, (size,), again and again. A process has one at a time."""
 
     def __init__(self, address: str, size: int, wire: Wire, *, tls: bool = True) -> None:
+        from ringmaster_dist.process_settings import keep_memory
         from ringmaster_dist.transport.client import Client
-        from ringmaster_dist.transport.process_settings import keep_memory
 
         keep_memory()
         torch.set_num_threads(1)  # as a worker has by default

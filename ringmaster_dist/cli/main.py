@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ringmaster_dist import __version__
 from ringmaster_dist.cli.parser import Parser, did_you_mean
 from ringmaster_dist.config.errors import UserError, exit_code_of
-from ringmaster_dist.transport.process_settings import prepare_environment
+from ringmaster_dist.process_settings import prepare_environment
 
 
 class Command(NamedTuple):

@@ -10,7 +10,7 @@ import ctypes
 import signal
 import sys
 
-from ringmaster_dist.transport.process_settings import search_garbage_seldom
+from ringmaster_dist.process_settings import search_garbage_seldom
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the processes that are forked later do not inherit it
 

@@ -67,7 +67,7 @@ def serve(
 
     ``look`` is called many times a second, to show the progress.
     """
-    from ringmaster_dist.transport.process_settings import return_memory
+    from ringmaster_dist.process_settings import return_memory
 
     began = time.monotonic()
     return_memory()

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringmaster_dist.logs import set_up_logging
+from ringmaster_dist.process_settings import name_process, raise_descriptor_limit
 from ringmaster_dist.transport import loopback, message_filter, tensorpipe
 from ringmaster_dist.transport.identity import ABOUT, server_context
 from ringmaster_dist.transport.message_filter import CallFilter, Filter, Pipe, Share, TensorFilter, further_filters
 from ringmaster_dist.transport.pending_peers import MOST_PENDING, PendingPeer, PendingPeers, subnet
-from ringmaster_dist.transport.process_settings import name_process, raise_descriptor_limit
 from ringmaster_dist.transport.relay import Pair, Relay, Side
 from ringmaster_dist.transport.streams import Stream, TlsStream, read_frame, shut, tune
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError

@@ -12,6 +12,7 @@ threads use a `Pipe`.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import struct
 import threading
@@ -84,8 +85,9 @@ class Flow:
             raise ProtocolError("a tensor that was not announced") from None
 
     def passed(self) -> None:
-        self._deadlines.popleft()
-        self._share.add(-1)
+        with contextlib.suppress(IndexError):  # `end` was first
+            self._deadlines.popleft()
+            self._share.add(-1)
 
     @property
     def deadline(self) -> float:

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringmaster_dist.transport import AuthenticationFailed, identity, loopback, tensorpipe
-from ringmaster_dist.transport.message_filter import AllPasses, CallFilter, Pipe, TensorFilter
+from ringmaster_dist.transport.message_filter import (
+    AllPasses,
+    CallFilter,
+    MemoryAddressFilter,
+    Pipe,
+    ResultFilter,
+    Share,
+    TensorFilter,
+)
 from ringmaster_dist.transport.relay import Pair, Relay, Side
 from ringmaster_dist.transport.streams import Stream, TlsStream
 from ringmaster_dist.transport.tensorpipe import ProtocolError, framed
@@ -270,3 +278,74 @@ def test_the_relay_carries_both_ways_and_waits_for_slow_readers(big):
     while "relay" in [thread.name for thread in threading.enumerate()]:
         assert time.monotonic() < deadline, "the relay's thread does not end"
         time.sleep(0.01)
+
+
+# A vector of doubles, as torch describes it: the numbers that are stored, the first one, how many, and their distance.
+VECTOR = (
+    b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](ctorch._utils\n_rebuild_tensor_v2\nq\x01((X\x07\0\0\0storageq\x02"
+    b"ctorch\nDoubleStorage\nq\x03X\x01\0\0\x000q\x04X\x03\0\0\0cpuq\x05%btQq\x06%b(%bt(%bt\x89ccollections\nOrderedDict\nq\x07)"
+    b"RtRq\x08etR."
+)
+
+
+def results(*messages, answer=ANSWER, process=7, most=400):
+    """What passes to a worker of what a server sends."""
+    checked = ResultFilter(Pipe("server", most, process=process), lambda answer: answer.frame)
+    return b"".join(checked.filter(memoryview(framed(answer) + b"".join(messages))))
+
+
+def test_a_worker_takes_results_of_the_announced_length_and_nothing_else():
+    good = message(b"result", kind=0x203, tensors=[400], pickle=VECTOR % (b"K\x32", b"K\0", b"K\x32", b"K\1"))
+    for passed in (good, message(b"no", kind=0x237), message(b"result", kind=0x203)):
+        assert results(passed) == framed(ANSWER) + passed
+    described = {  # a short tensor that is described as a long one would show the worker's own memory
+        "longer": (b"K\x32", b"K\0", b"M\x10\x27", b"K\1"),
+        "stored longer": (b"M\x10\x27", b"K\0", b"K\x32", b"K\1"),
+        "beyond": (b"K\x32", b"K\x10", b"K\x32", b"K\1"),
+        "far apart": (b"K\x32", b"K\0", b"K\x32", b"K\x7f"),
+    }
+    for name, numbers in described.items():
+        with pytest.raises(ProtocolError):
+            results(message(b"result", kind=0x203, tensors=[400], pickle=VECTOR % numbers)), name
+    for kind in (0x102, 0x201, 0x200, 0x207, 0x20F):  # calls, results of operators, and others
+        with pytest.raises(ProtocolError, match="none of this system"):
+            results(message(b"result", kind=kind))
+    with pytest.raises(ProtocolError, match="where the model needs"):
+        results(message(b"result", kind=0x203, tensors=[1 << 60], pickle=VECTOR))
+    with pytest.raises(ProtocolError, match="a message of"):
+        results(message(bytes(2 << 20), kind=0x203))
+
+
+def test_a_worker_reads_the_memory_of_its_own_server_only():
+    with pytest.raises(ProtocolError, match="unknown process"):
+        results(process=0)
+    addresses = MemoryAddressFilter(Pipe("server", 400, process=7))
+    with pytest.raises(ProtocolError, match="memory of process 8"):
+        list(addresses.filter(memoryview(framed(b"\xb9\x02" + number(8) + number(4096)))))
+
+
+def test_what_one_address_has_on_its_way_and_joins_is_bounded():
+    share = Share(most_tensors=2, most_joins=3, every=1000.0)
+    pipe, other = Pipe("w", 400, share, sends_tensors=True), Pipe("v", 400, share, sends_tensors=True)
+    pipe.results.announce(400)
+    assert not CallFilter(other).is_waiting
+    other.calls.announce(400)
+    assert CallFilter(pipe).is_waiting
+    assert CallFilter(other).is_waiting
+    tensor = framed(bytes(400))
+    list(TensorFilter(other).filter(memoryview(tensor)))
+    assert not CallFilter(pipe).is_waiting
+    pipe.results.end()
+    pipe.results.end()
+    assert share.num_tensors == 0
+    for _ in range(3):
+        share.join()
+    with pytest.raises(ProtocolError, match="more joins"):
+        share.join()
+
+
+def test_calls_whose_answers_are_not_read_end_a_connection():
+    checked = CallFilter(Pipe("w", 400))
+    list(checked.filter(memoryview(framed(BROCHURE))))
+    with pytest.raises(ProtocolError, match="more calls than it reads answers to"):
+        list(checked.filter(memoryview(message(CALL) * 100)))

@@ -71,7 +71,7 @@ class Digests:
 
     def _enter(self, new: dict[str, _Entry]) -> None:
         with suppress(OSError):  # a cache that cannot be written is used all the same
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.parent.mkdir(0o755, parents=True, exist_ok=True)
             with locked(self._file.with_name(".sources.lock")):
                 temporary = self._file.with_name(f".sources-{os.getpid()}.json")
                 temporary.write_text(json.dumps(self._read() | new))
