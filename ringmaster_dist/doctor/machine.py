@@ -39,7 +39,8 @@ def _versions() -> Finding:
     python, numbers = platform.python_version(), torch.__version__.split("+")[0].split(".")
     good = sys.version_info >= (3, 10, 9) and (2, 6) <= (int(numbers[0]), int(numbers[1])) < (3, 0)
     text = f"Python {python}, torch {torch.__version__}"
-    return Finding(
+    needed = "Python 3.10.9 or newer and torch 2.6 to 2.x are needed"
+    return Finding("versions", good, text if good else f"{text}: {needed}")
         "versions", good, text if good else f"{text}: Python 3.10.9 or newer and torch 2.6 to 2.x are needed"
     )
 
