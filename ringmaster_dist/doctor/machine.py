@@ -41,8 +41,6 @@ def _versions() -> Finding:
     text = f"Python {python}, torch {torch.__version__}"
     needed = "Python 3.10.9 or newer and torch 2.6 to 2.x are needed"
     return Finding("versions", good, text if good else f"{text}: {needed}")
-        "versions", good, text if good else f"{text}: Python 3.10.9 or newer and torch 2.6 to 2.x are needed"
-    )
 
 
 def _transport() -> Finding:
