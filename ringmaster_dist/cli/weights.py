@@ -169,7 +169,7 @@ class Writer:
 def export_options(parser: Parser) -> None:
     parser.add_argument("weights", metavar="RUN_DIR|CHECKPOINT", type=Path,
                         help="a run (its newest good checkpoint) or one checkpoint")  # fmt: skip
-    parser.add_argument("target", metavar="FILE|DIR", type=Path, nargs="?",
+    parser.add_argument("output", metavar="FILE|DIR", type=Path, nargs="?",
                         help="where to write (weights.safetensors, nanochat or hf in the run's directory)")  # fmt: skip
     _checkpoint_setting(parser)
     parser.option("--format NAME", "safetensors, nanochat or hf", one_of("safetensors", "nanochat", "hf"),
@@ -203,18 +203,18 @@ def run_export(arguments: Namespace, overrides: list[str]) -> int:
     weights = find_weights(arguments.weights, best=arguments.checkpoint == "best", target=arguments.target)
     torch.set_num_threads(weights.config.server.compute_threads)  # so that running statistics have the server's bits
     name = "weights.safetensors" if arguments.format == "safetensors" else arguments.format
-    target = arguments.target or weights.config_file.parent / name
+    output = arguments.output or weights.config_file.parent / name
     try:
-        _refuse_links(target)
-        WRITERS[arguments.format](weights, target)
+        _refuse_links(output)
+        WRITERS[arguments.format](weights, output)
     except OSError as error:
-        raise UserError(f"{target} cannot be written ({error})") from error
-    print(f"{target}: {weights.layout.size:,} parameters after {weights.version:,} updates, from {weights.path.name}")
+        raise UserError(f"{output} cannot be written ({error})") from error
+    print(f"{output}: {weights.layout.size:,} parameters after {weights.version:,} updates, from {weights.path.name}")
     return 0
 
 
-def _refuse_links(target: Path) -> None:
+def _refuse_links(output: Path) -> None:
     """Raises UserError if what is written would go elsewhere, by a link in a directory that may be somebody else's."""
-    for path in (target, target.with_suffix(".yaml"), target.with_suffix(".tokenizer.json")):
+    for path in (output, output.with_suffix(".yaml"), output.with_suffix(".tokenizer.json")):
         if path.is_symlink():
-            raise UserError(f"{path} is a link to another place: give another target")
+            raise UserError(f"{path} is a link to another place: give another place")

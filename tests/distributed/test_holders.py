@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 
+import pytest
 from torch.distributed.rpc import internal
 
 from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinRequest
@@ -79,6 +80,7 @@ def test_forged_sessions_and_strange_seats_are_refused(tmp_path):
         check_finished(run, attacked=True)
 
 
+@pytest.mark.alone
 def test_a_holder_of_the_token_stops_nobody(tmp_path):
     """It comes from another address, with as many workers as it may, reads no reply, joins, and sends half tensors."""
     with Run(tmp_path / "run", *LONG, f"problem.dim={DIM}", "method=asynchronous", "cluster.unit_seconds=0.05") as run:
