@@ -17,12 +17,12 @@ from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.secret import given_token
 from ringmaster_dist.files import open_private
 from ringmaster_dist.logs import set_up_logging
+from ringmaster_dist.meeting import meeting_file
 from ringmaster_dist.observe.closing import Stdout
 from ringmaster_dist.observe.console import LiveTable
 from ringmaster_dist.observe.report import show_summary
 from ringmaster_dist.runtime.preparation import RunIsOver, prepare
 from ringmaster_dist.transport.addresses import is_loopback, joined
-from ringmaster_dist.transport.meeting import meeting_file
 
 _LOOK_SECONDS = 0.05
 

@@ -29,9 +29,9 @@ from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Interrupted, Problem, Stop, gradient_of, never
 from ringmaster_dist.problems.ranks import mean_loss, sequence_of
 from ringmaster_dist.signals import end_at_once
-from ringmaster_dist.transport.ranks import FIRST, RankLost, Ranks
 from ringmaster_dist.worker.job import Job
 from ringmaster_dist.worker.loop import Failed
+from ringmaster_dist.worker.ranks import FIRST, RankLost, Ranks
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from ringmaster_dist.signals import Stopped
 from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable
 from ringmaster_dist.transport.addresses import split
 from ringmaster_dist.transport.client import Client
-from ringmaster_dist.transport.ranks import FIRST, RankLost
 from ringmaster_dist.worker.group import Leader, follow, group_of_torchrun
 from ringmaster_dist.worker.job import Job, choice_of_devices, make_job
 from ringmaster_dist.worker.link import Lost
 from ringmaster_dist.worker.loop import Failed, Refused, Worker
+from ringmaster_dist.worker.ranks import FIRST, RankLost
 from ringmaster_dist.worker.talk import Talk
 
 

@@ -20,20 +20,21 @@ def test_the_import_contract_holds():
     assert done.returncode == 0, done.stdout
 
 
-def test_only_transport_imports_torch_distributed():
+def test_only_transport_imports_torchs_rpc():
     """Import Linter does not look inside torch, so this test does.
 
-    The benches of alternatives are the exception, because torch.distributed is such an alternative.
+    Collective calls are for a worker's own ranks, and for the benches of alternatives.
     """
-    guilty, alternatives = [], {"bench/ddp.py", "bench/diloco.py", "bench/exchange.py"}
+    users = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(parsed(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             if any(name.startswith("torch.distributed") for name in names):
-                guilty.append(str(path.relative_to(PACKAGE)))
-    assert [name for name in guilty if not name.startswith("transport") and name not in alternatives] == []
+                rpc = any(name.startswith("torch.distributed.rpc") for name in names)
+                users.add((path.relative_to(PACKAGE).parts[0], "rpc" if rpc else "collective"))
+    assert users == {("transport", "rpc"), ("worker", "collective"), ("bench", "collective")}
 
 
 def test_the_fork_server_imports_what_exists():

@@ -15,7 +15,7 @@ from ringmaster_dist.problems.ranks import gradient_in_turn, mean_loss
 RANK = """
 import os, sys, time
 import numpy as np, torch
-from ringmaster_dist.transport.ranks import DeviceExchange, RankLost, Ranks
+from ringmaster_dist.worker.ranks import DeviceExchange, RankLost, Ranks
 rank, num, folder = int(os.environ["RANK"]), 3, sys.argv[1]
 ranks = Ranks(rank, num, f"test-{os.getppid()}")
 assert ranks.compare(rank, 2.0**53 - 1) == [[other, 2.0**53 - 1] for other in range(num)]

@@ -27,8 +27,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from ringmaster_dist import devices
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.files import open_private
+from ringmaster_dist.meeting import meeting_file
 from ringmaster_dist.problems.ranks import mean_in_order
-from ringmaster_dist.transport.meeting import meeting_file
 
 log = logging.getLogger(__name__)
 
