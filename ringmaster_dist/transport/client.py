@@ -65,10 +65,10 @@ class Client:
         """``most_tensor_bytes`` is the longest tensor that the server may send. If it is not known, all memory is."""
         self._server, self._seconds, self.is_proven = server, call_seconds, tls
         context = identity.worker_context(token) if tls else None
-        first = dial(server, context, connect_seconds)
         machine = re.sub("[^A-Za-z0-9-]", "-", platform.node())[:64]  # an agent's name may have no other letters
         name = f"{machine}:{os.getpid()}:{secrets.token_hex(8)}"
-        process = loopback.greet_neighbour(split(server)[1], name, connect_seconds)
+        process = loopback.greet_neighbour(split(server)[1], name)
+        first = dial(server, context, connect_seconds)
         pipe = Pipe("the server", most_tensor_bytes or _memory_bytes(), process=process)
         self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds), pipe)
         try:

@@ -111,7 +111,7 @@ class Host:
         ours, its = socket.socketpair()
         handed = [one.fileno() for one in (self._public, self._agent, self._neighbours) if one is not None]
         # Python runs isolated, with a path without the current folder: others may be able to write modules there.
-        path = [entry for entry in sys.path if entry not in ("", os.getcwd())] + [str(Path(__file__).parents[2])]
+        path = [str(Path(__file__).parents[2]), *(entry for entry in sys.path if entry not in ("", os.getcwd()))]
         command = [sys.executable, "-I", "-c", _START_GATE, json.dumps(path), *map(str, handed)]
         with its:
             process = subprocess.Popen(command, stdin=its.fileno(), stdout=subprocess.DEVNULL, pass_fds=handed)

@@ -238,6 +238,7 @@ def _both_addresses(one: socket.socket) -> tuple[Any, Any] | None:
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
 _MOST_NAME_BYTES = 256
+_GREETING_SECONDS = 0.5
 
 
 def meet_neighbours(port: int) -> socket.socket | None:
@@ -252,18 +253,21 @@ def meet_neighbours(port: int) -> socket.socket | None:
     return listener
 
 
-def greet_neighbour(port: int, name: str, seconds: float) -> int:
+def greet_neighbour(port: int, name: str) -> int:
     """Tells a server of this user on this machine that an agent of this name is in this process.
 
-    Returns the server's process, or 0 if there is no such server.
+    Returns the server's process, or 0 if there is no such server. Another user may have taken the name, and never
+    answer: that costs a moment at most.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(seconds)
+            connection.settimeout(_GREETING_SECONDS)
             connection.connect(_meeting_point(port))
             process, user = _peer_of(connection)
+            if user != os.getuid():
+                return 0
             connection.send(name.encode())
-            return process if connection.recv(1) and user == os.getuid() else 0
+            return process if connection.recv(1) else 0
     except OSError:
         return 0
 

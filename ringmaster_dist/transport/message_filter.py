@@ -110,7 +110,7 @@ class Pipe:
     most_tensor_bytes: float
     share: Share = field(default_factory=Share)
     process: int = 0  # the peer's on this machine, which may share its memory; 0 if there is none
-    sends_tensors: bool = False  # as bytes over a connection, not by their address
+    sends_tensors: bool | None = None  # as bytes over a connection, or by their address; None before the answer
     num_unanswered: int = 0  # calls
     end: Callable[[], None] = lambda: None  # ends all connections
 
@@ -311,6 +311,8 @@ class CallFilter(MessageFilter):
             self._pipe.share.join()
 
     def counted(self, tensors: list[int]) -> None:
+        if self._pipe.sends_tensors is None:  # its tensors would be counted wrongly, and torch waits for the answer
+            raise ProtocolError("a call before the server's answer to its brochure")
         self._pipe.num_unanswered += 1
         if self._pipe.num_unanswered > _MOST_UNANSWERED:
             raise ProtocolError("more calls than it reads answers to")

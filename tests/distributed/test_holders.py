@@ -4,6 +4,7 @@ import os
 import re
 import struct
 import subprocess
+import sys
 import threading
 import time
 
@@ -12,7 +13,7 @@ from torch.distributed.rpc import internal
 
 from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinRequest
 from ringmaster_dist.server.members import Sessions
-from ringmaster_dist.transport import agent, client, identity
+from ringmaster_dist.transport import agent, client, identity, tensorpipe
 from ringmaster_dist.transport.streams import read_frame
 from ringmaster_dist.transport.tensorpipe import ProtocolError, framed
 from tests.distributed import attacker
@@ -80,6 +81,19 @@ def test_forged_sessions_and_strange_seats_are_refused(tmp_path):
         check_finished(run, attacked=True)
 
 
+def test_a_call_that_comes_before_the_answer_ends_the_connection(tmp_path):
+    """Otherwise its tensor is not counted, the next one is written into its memory, and the server is overwritten."""
+    with Run(tmp_path / "run", *LONG, "problem.dim=100000") as run:
+        until(lambda: run.version() > 5, "the run is on")
+        address, token = ((tmp_path / "run" / name).read_text() for name in ("address", "token"))
+        server, stream = run.server(), client.dial(address, identity.worker_context(token), 20)
+        stream.send(tensorpipe.opening("mallory") + call(agent.leave, "x"))
+        assert attacker.ends(stream)
+        assert run.server() == server
+        run.process.terminate()
+        check_finished(run, attacked=True)
+
+
 @pytest.mark.alone
 def test_a_holder_of_the_token_stops_nobody(tmp_path):
     """It comes from another address, with as many workers as it may, reads no reply, joins, and sends half tensors."""
@@ -118,6 +132,24 @@ def test_a_holder_of_the_token_stops_nobody(tmp_path):
         assert attacked > 0.75 * usual  # the attacker computes on the same cores
         run.process.terminate()
         check_finished(run, attacked=True)
+
+
+def test_a_name_that_another_user_has_taken_keeps_nobody_out(tmp_path):
+    """It listens where workers look for a server of their own user, and never answers."""
+    with client.socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    squat = """import os, socket, sys
+os.setgid(65534), os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(f"\\0ringmaster-{sys.argv[1]}"), listener.listen(1), print(flush=True), sys.stdin.read()"""
+    command = [sys.executable, "-c", squat, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with Run(tmp_path / "run", *LONG, "problem.dim=100", f"server.port={port}") as run:
+            until(lambda: run.version() > 5, "the run is on")
+            run.process.terminate()
+            check_finished(run)
+        other.stdin.close()
 
 
 def _is_over(holder):

@@ -146,7 +146,7 @@ def test_cma_is_taken_out_of_a_brochure():
     assert (
         tensorpipe.read_brochure(both, without="cma") == BROCHURE == tensorpipe.read_brochure(BROCHURE, without="cma")
     )
-    remote = CallFilter(Pipe("w", 400))
+    remote = CallFilter(Pipe("w", 400, sends_tensors=True))
     assert b"".join(remote.filter(memoryview(framed(both)))) == framed(BROCHURE)
 
 
@@ -169,7 +169,7 @@ def test_numbers_are_read_as_they_were_written(value):
 @pytest.mark.parametrize("piece", [1, 3, 8, 50, 10_000])
 def test_a_good_message_passes_the_filter_as_a_whole_however_it_comes(piece):
     stream = framed(BROCHURE) + message(CALL) * 3
-    checked, passed = CallFilter(Pipe("w", 400)), b""
+    checked, passed = CallFilter(Pipe("w", 400, sends_tensors=True)), b""
     for start in range(0, len(stream), piece):
         passed += b"".join(checked.filter(memoryview(stream)[start : start + piece]))
         beyond = len(passed) - len(framed(BROCHURE))
@@ -180,7 +180,7 @@ def test_a_good_message_passes_the_filter_as_a_whole_however_it_comes(piece):
 def test_nothing_of_a_bad_message_passes():
     bad = message(kind=0x100)
     for piece in (1, 7, len(bad)):
-        checked, passed = CallFilter(Pipe("w", 400)), []
+        checked, passed = CallFilter(Pipe("w", 400, sends_tensors=True)), []
         list(checked.filter(memoryview(framed(BROCHURE))))
         pieces = (memoryview(bad)[start : start + piece] for start in range(0, len(bad), piece))
         with pytest.raises(ProtocolError, match="type 0x00000100"):
@@ -344,8 +344,15 @@ def test_what_one_address_has_on_its_way_and_joins_is_bounded():
         share.join()
 
 
-def test_calls_whose_answers_are_not_read_end_a_connection():
+def test_a_call_before_the_servers_answer_is_refused():
+    """Its tensor would not be counted, and the next one would be written over its end."""
     checked = CallFilter(Pipe("w", 400))
+    with pytest.raises(ProtocolError, match="before the server's answer"):
+        list(checked.filter(memoryview(framed(BROCHURE) + message(CALL))))
+
+
+def test_calls_whose_answers_are_not_read_end_a_connection():
+    checked = CallFilter(Pipe("w", 400, sends_tensors=True))
     list(checked.filter(memoryview(framed(BROCHURE))))
     with pytest.raises(ProtocolError, match="more calls than it reads answers to"):
         list(checked.filter(memoryview(message(CALL) * 100)))
