@@ -9,17 +9,24 @@ from typing import Any
 
 import yaml
 
-_MOST_TEXT_BYTES = 1 << 20  # of a configuration
+_MOST_TEXT_BYTES, _MOST_DEPTH = 1 << 20, 50  # of a configuration
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
 
 
 def refuse_aliases(text: str) -> None:
-    """Raises ValueError if a text of YAML repeats parts of itself, by which a few lines can stand for any size."""
+    """Raises ValueError if a text of YAML repeats parts of itself, by which a few lines can stand for any size.
+
+    Deep nesting is refused too, since the time to read it grows with the square of the depth.
+    """
     if len(text) > _MOST_TEXT_BYTES:
         raise ValueError("it is too long")
+    depth = 0
     for event in yaml.parse(text, _Loader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError("it repeats parts of itself (aliases of YAML)")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_DEPTH:
+            raise ValueError("it is nested too deeply")
 
 
 def plain_yaml(text: str) -> Any:
