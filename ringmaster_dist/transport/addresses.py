@@ -8,6 +8,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from typing import Any
 
 _SIOCGIFCONF, _ENTRY_BYTES, _MOST_ENTRIES = 0x8912, 40, 256
 
@@ -31,6 +32,11 @@ def split(address: str) -> tuple[str, int]:
 def joined(host: str, port: int) -> str:
     """The inverse of `split`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_of(address: tuple[Any, ...]) -> tuple[str, int]:
+    """A socket's address as host and port. An IPv4 host is written as such also on a dual-stack socket."""
+    return str(address[0]).removeprefix("::ffff:").partition("%")[0], int(address[1])
 
 
 def is_loopback(host: str) -> bool:

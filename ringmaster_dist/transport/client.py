@@ -35,7 +35,7 @@ from ringmaster_dist.transport import (
     message_filter,
     tensorpipe,
 )
-from ringmaster_dist.transport.addresses import split
+from ringmaster_dist.transport.addresses import address_of, joined, split
 from ringmaster_dist.transport.message_filter import Filter, Pipe, further_filters
 from ringmaster_dist.transport.relay import Pair, Relay, Side
 from ringmaster_dist.transport.streams import Stream, TlsStream, read_frame, shut, tune
@@ -67,8 +67,8 @@ class Client:
         context = identity.worker_context(token) if tls else None
         machine = re.sub("[^A-Za-z0-9-]", "-", platform.node())[:64]  # an agent's name may have no other letters
         name = f"{machine}:{os.getpid()}:{secrets.token_hex(8)}"
-        process = loopback.greet_neighbour(split(server)[1], name)
         first = dial(server, context, connect_seconds)
+        process = loopback.greet_neighbour(split(server)[1], joined(*address_of(first.socket.getsockname())))
         pipe = Pipe("the server", most_tensor_bytes or _memory_bytes(), process=process)
         self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds), pipe)
         try:

@@ -68,7 +68,7 @@ class Gate:
         settings: Settings,
     ) -> None:  # fmt: skip
         self._public, self._agent, self._control, self._settings = public, agent, control, settings
-        self._neighbours = None if neighbours is None else loopback.Neighbours(neighbours)
+        self._neighbours = neighbours
         self._selector = selectors.DefaultSelector()
         context = server_context(settings.token) if settings.tls else None
         descriptors = raise_descriptor_limit() - _KEPT_DESCRIPTORS
@@ -100,6 +100,8 @@ class Gate:
         self._public.setblocking(False)
         self._selector.register(self._public, selectors.EVENT_READ)
         self._selector.register(self._control, selectors.EVENT_READ)
+        if self._neighbours is not None:
+            self._selector.register(self._neighbours, selectors.EVENT_READ)
         reported: dict[str, int] = {}
         next_report = 0.0
         while True:
@@ -115,6 +117,8 @@ class Gate:
                     return
                 if key.fileobj is self._public:
                     self._pending.accept(self._public)
+                elif key.fileobj is self._neighbours:
+                    loopback.meet(self._neighbours, self._is_here)
                 else:
                     self._pending.read(key.fileobj)  # type: ignore[arg-type]
             self._pending.expire()
@@ -136,6 +140,16 @@ class Gate:
 
     def _connect(self) -> socket.socket:
         return loopback.connect_alone(self._agent, bytes.fromhex(self._settings.key))
+
+    def _is_here(self, address: str, process: int) -> bool:
+        """Notes the process of the peer at this address, if there is such a peer."""
+        peer = self._pending.find(address)
+        if peer is None:  # without TLS, a peer may be connected and not accepted yet
+            self._pending.accept(self._public)
+            peer = self._pending.find(address)
+        if peer is not None:
+            peer.process = process
+        return peer is not None
 
     # --- peers that have proven the token --------------------------------------------------------------------
 
@@ -175,16 +189,15 @@ class Gate:
         self._relay.add(pair, big=kind is TensorFilter)
 
     def _new_pipe(self, name: str, peer: PendingPeer) -> Pipe:
-        process = 0 if self._neighbours is None else self._neighbours.process(name)
-        share = Share() if process else self._share_of(subnet(peer.address[0], 32))
-        most = self._settings.most_pipes if process else self._settings.most_from_one_address
+        share = Share() if peer.process else self._share_of(subnet(peer.address[0], 32))
+        most = self._settings.most_pipes if peer.process else self._settings.most_from_one_address
         with self._lock:
             num_open = len(self._open_pipes)
             if num_open >= self._settings.most_pipes or self._relay.num_open + 4 > self._most_open:
                 raise ProtocolError(f"there are {num_open} workers already, as many as file descriptors allow")
             if share.num_pipes >= most:
                 raise ProtocolError(f"there are {most} workers at this address already (server.workers_per_address)")
-            pipe = Pipe(_printable(name), self._settings.tensor_bytes, share, process)
+            pipe = Pipe(_printable(name), self._settings.tensor_bytes, share, peer.process)
             self._open_pipes.add(pipe)
             share.num_pipes += 1
         self._num_pipes += 1

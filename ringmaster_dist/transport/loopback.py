@@ -233,11 +233,12 @@ def _both_addresses(one: socket.socket) -> tuple[Any, Any] | None:
 # --- processes of one user ------------------------------------------------------------------------------------------
 #
 # Two processes may share memory if the kernel says that they are of one user of one machine. A server listens on a
-# local socket whose name has its public port, and a worker that finds it there tells its name. Either end then knows
-# the other's process from the kernel. A proxy, such as that of ssh or a container, has no part in it.
+# local socket whose name has its public port. A worker that has connected to that port says there which connection is
+# its own, and the server says whether it has that connection. Either end then knows the other's process from the
+# kernel. A proxy, such as that of ssh or a container, or a server elsewhere, has no part in it.
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
-_MOST_NAME_BYTES = 256
+_MOST_ADDRESS_BYTES = 256
 _GREETING_SECONDS = 0.5
 
 
@@ -247,14 +248,15 @@ def meet_neighbours(port: int) -> socket.socket | None:
     try:
         listener.bind(_meeting_point(port))
         listener.listen(128)
+        listener.setblocking(False)
     except OSError:
         listener.close()
         return None
     return listener
 
 
-def greet_neighbour(port: int, name: str) -> int:
-    """Tells a server of this user on this machine that an agent of this name is in this process.
+def greet_neighbour(port: int, address: str) -> int:
+    """Tells a server of this user on this machine that the connection from this HOST:PORT is of this process.
 
     Returns the server's process, or 0 if there is no such server. Another user may have taken the name, and never
     answer: that costs a moment at most.
@@ -266,35 +268,21 @@ def greet_neighbour(port: int, name: str) -> int:
             process, user = _peer_of(connection)
             if user != os.getuid():
                 return 0
-            connection.send(name.encode())
+            connection.send(address.encode())
             return process if connection.recv(1) else 0
     except OSError:
         return 0
 
 
-class Neighbours:
-    """The agents that have introduced themselves at a meeting point, and their processes."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self._processes: dict[str, int] = {}
-        threading.Thread(target=self._listen, name="neighbours", daemon=True).start()
-
-    def process(self, name: str) -> int:
-        """The process of an agent, or 0 if it is not known. An agent introduces itself for one connection."""
-        return self._processes.pop(name, 0)
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection, contextlib.suppress(OSError):
-                process, user = _peer_of(connection)
-                if user == os.getuid():
-                    connection.settimeout(_CONNECT_SECONDS)
-                    self._processes[connection.recv(_MOST_NAME_BYTES).decode("latin-1")] = process
+def meet(listener: socket.socket, is_here: Callable[[str, int], bool]) -> None:
+    """Takes the greeting of one worker. ``is_here(address, process)`` says whether this end has that connection."""
+    with contextlib.suppress(OSError, UnicodeError):
+        connection, _ = listener.accept()
+        with connection:
+            process, user = _peer_of(connection)
+            if user == os.getuid():
+                connection.settimeout(_GREETING_SECONDS)
+                if is_here(connection.recv(_MOST_ADDRESS_BYTES).decode(), process):
                     connection.send(b"+")
 
 

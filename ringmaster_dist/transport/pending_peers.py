@@ -19,8 +19,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from ringmaster_dist.transport.addresses import address_of, joined
 from ringmaster_dist.transport.streams import PIECE_BYTES, Stream, TlsStream, tune
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
@@ -55,6 +55,7 @@ class PendingPeer:
     has_proven_token: bool  # always True without TLS
     received: bytearray = field(default_factory=bytearray)
     has_sent: bool = False
+    process: int = 0  # of a worker of this user on this machine, once it has said that this connection is its own
 
     @property
     def greeting(self) -> bytes | None:
@@ -133,6 +134,11 @@ class PendingPeers:
             return
         except Exception as error:
             self._refuse(peer, _explain(error))
+
+    def find(self, address: str) -> PendingPeer | None:
+        """The peer at a HOST:PORT."""
+        both = (*self._silent.peers.values(), *self._speaking.peers.values())
+        return next((peer for peer in both if joined(*peer.address) == address), None)
 
     def expire(self) -> None:
         """Refuses the peers whose time is over, and writes the log line that is due."""
@@ -236,11 +242,6 @@ class Refusals:
             self._unreported.clear()
         others = f" and {count - 1:,} more, {most:,} of them like it" if count > 1 else ""
         log.warning("server: refused a peer at %s%s: %s (%d in all)", address, others, reason, self.num)
-
-
-def address_of(address: tuple[Any, ...]) -> tuple[str, int]:
-    """A socket's address as host and port. An IPv4 host is written as such also on a dual-stack socket."""
-    return str(address[0]).removeprefix("::ffff:").partition("%")[0], int(address[1])
 
 
 def subnet(address: str, bits: int = 24) -> str:

@@ -23,7 +23,7 @@ from unittest import mock
 import pytest
 
 from ringmaster_dist.bench.peers import cpu_seconds
-from ringmaster_dist.transport import client, identity, loopback, tensorpipe
+from ringmaster_dist.transport import addresses, client, identity, loopback, tensorpipe
 from ringmaster_dist.transport.streams import TlsStream
 from ringmaster_dist.transport.tensorpipe import framed
 from tests.distributed import attacker
@@ -353,20 +353,21 @@ def test_memory_of_other_processes_is_not_read(run):
     pipe = Pipe.__new__(Pipe)
     pipe._server, pipe._context = run.address, identity.worker_context(run.token)
 
-    def answer_to(name):
+    def answer_to(name, *, meets):
         pipe.stream = pipe._dial()
+        own = addresses.joined(*pipe.stream.socket.getsockname())
+        assert loopback.greet_neighbour(public(run)[1], own if meets else "127.0.0.1:1") == meets * run.server()
         pipe.stream.send(framed(b"\xb8\x00\xb9\x01\xbd\x05" + name.encode()) + framed(brochure))
         return tensorpipe.read_answer(attacker.read_frame(pipe.stream))
 
-    assert list(answer_to("proxy").channels) == ["basic"]
-    assert loopback.greet_neighbour(public(run)[1], "forge") == run.server()
-    answer = answer_to("forge")
+    assert list(answer_to("proxy", meets=False).channels) == ["basic"]
+    answer = answer_to("forge", meets=True)
     assert "cma" in answer.channels
-    addresses = pipe.further(answer.channels["cma"][0])
+    channel = pipe.further(answer.channels["cma"][0])
     pipe.further(answer.channels["cma"][1])
     pipe.further(answer.reply)
-    addresses.send(framed(b"\xb9\x02" + attacker.number(run.server()) + attacker.number(4096)))
-    assert pipe.is_cut(addresses)
+    channel.send(framed(b"\xb9\x02" + attacker.number(run.server()) + attacker.number(4096)))
+    assert pipe.is_cut(channel)
     until(lambda: f"memory of process {run.server()}" in _line(run, "forge"), "it is logged")
 
 
