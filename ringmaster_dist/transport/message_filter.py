@@ -29,6 +29,7 @@ _MOST_RESULT_BYTES = 1 << 20  # the largest result, a welcome, has the run's con
 _MOST_SMALL_BYTES = 1 << 12  # brochures, descriptors
 _ANNOUNCED_SECONDS = 60.0  # a tensor's bytes wait this long for the announcement on the other connection
 _NO_LIMIT = float("inf")
+_MOST_TENSORS = 2  # of calls of one worker at a time; a worker has one, which may just have passed
 _MOST_UNANSWERED = 16  # calls of one worker; a worker makes one at a time, and polls meanwhile
 _LEAST_BYTES_A_SECOND, _GRACE_SECONDS = 1 << 15, 30.0  # a tensor that is slower than both together is given up
 
@@ -83,6 +84,10 @@ class Flow:
             return self._announced.get(timeout=_ANNOUNCED_SECONDS)
         except queue.Empty:
             raise ProtocolError("a tensor that was not announced") from None
+
+    @property
+    def num_on_way(self) -> int:
+        return len(self._deadlines)
 
     def passed(self) -> None:
         with contextlib.suppress(IndexError):  # `end` was first
@@ -316,6 +321,8 @@ class CallFilter(MessageFilter):
         self._pipe.num_unanswered += 1
         if self._pipe.num_unanswered > _MOST_UNANSWERED:
             raise ProtocolError("more calls than it reads answers to")
+        if tensors and self._pipe.calls.num_on_way >= _MOST_TENSORS:
+            raise ProtocolError("a tensor before the bytes of those before it")
         for length in tensors if self._pipe.sends_tensors else ():
             self._pipe.calls.announce(length)
 

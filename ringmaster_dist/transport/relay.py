@@ -170,7 +170,8 @@ class Relay:
                 try:
                     if events & selectors.EVENT_WRITE:
                         side.flush()
-                    if events & selectors.EVENT_READ and not side.carry():
+                    reads = events & selectors.EVENT_READ and not side.filter.is_waiting  # others may have used it up
+                    if reads and not side.carry():
                         self._drop(pair, side, "")
                     else:
                         self._select(pair)

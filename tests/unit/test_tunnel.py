@@ -351,6 +351,17 @@ def test_a_call_before_the_servers_answer_is_refused():
         list(checked.filter(memoryview(framed(BROCHURE) + message(CALL))))
 
 
+def test_tensors_come_one_after_the_other():
+    """Every one that is announced takes memory of the agent until its bytes are there."""
+    pipe = Pipe("w", 400, sends_tensors=True)
+    checked = CallFilter(pipe)
+    push = message(CALL, tensors=[400], pickle=VECTOR % (b"K\x32", b"K\0", b"K\x32", b"K\1"))
+    list(checked.filter(memoryview(framed(BROCHURE) + push * 2)))
+    with pytest.raises(ProtocolError, match="a tensor before the bytes"):
+        list(checked.filter(memoryview(push)))
+    assert pipe.share.num_tensors == 2
+
+
 def test_calls_whose_answers_are_not_read_end_a_connection():
     checked = CallFilter(Pipe("w", 400, sends_tensors=True))
     list(checked.filter(memoryview(framed(BROCHURE))))
