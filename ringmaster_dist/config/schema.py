@@ -165,7 +165,8 @@ class DataConfig:
         "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main",
         "The shards are downloaded from here.", only=("climbmix",))
     cache: str | None = key(
-        None, "Shards and prepared rows are kept here; null means RINGMASTER_CACHE, else ~/.cache/ringmaster.")
+        None, "Shards and prepared rows are kept here; null means RINGMASTER_CACHE, else ~/.cache/ringmaster. "
+        "Workers on other machines use their own RINGMASTER_CACHE.")
 
 
 @dataclass

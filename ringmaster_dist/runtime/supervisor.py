@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringmaster_dist.config.build import cache_folder
 from ringmaster_dist.config.errors import exit_code_of
 from ringmaster_dist.config.schema import Config
 from ringmaster_dist.devices import in_turn
@@ -63,6 +64,7 @@ def supervise(
     ``look`` is called many times a second, to show the progress. ``watch`` is called as often, with the server and the
     workers.
     """
+    os.environ["RINGMASTER_CACHE"] = str(cache_folder(config))  # for the workers, which do not take it from a server
     prepare_fork_server()
     server = SupervisedProcess("server", _serve, str(directory.path))
     workers: list[SupervisedProcess] = []

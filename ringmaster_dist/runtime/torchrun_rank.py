@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ringmaster_dist.config.build import cache_folder
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.secret import given_token
@@ -62,7 +63,8 @@ def _serve(argv: list[str], workers: int, rendezvous: Rendezvous) -> int:
     def announce(address: str) -> None:
         stop.begin()
         arguments = [worker_arguments(config, slot) for slot in range(workers)]
-        rendezvous.publish({"server": {"address": address, "token": token, "arguments": arguments}})
+        cache = str(cache_folder(config))
+        rendezvous.publish({"server": {"address": address, "token": token, "arguments": arguments, "cache": cache}})
 
     budget = config.budget
     table = LiveTable(
@@ -100,6 +102,7 @@ def _work(rank: int, rendezvous: Rendezvous) -> int:
     server = rendezvous.wait_for("server")
     if server.get("over"):
         return 0
+    os.environ["RINGMASTER_CACHE"] = server["cache"]
     # The address is read at every attempt to connect, because a restarted server may listen elsewhere.
     return work(
         lambda: str(rendezvous.known()["server"].get("address", server["address"])), server["token"], slot=rank - 1,
@@ -118,6 +121,7 @@ def _work_elsewhere(argv: list[str], rank: int) -> int:
             f"rank {rank} is on another machine than rank 0: give every rank server.host=ADDRESS server.port=PORT of "
             "rank 0's machine, and the token by RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN"
         )
+    os.environ["RINGMASTER_CACHE"] = str(cache_folder(config))
     where = joined(config.server.host, config.server.port)
     return work(where, token, slot=rank - 1, **worker_arguments(config, rank - 1))
 

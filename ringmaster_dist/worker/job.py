@@ -55,6 +55,7 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
     """
     config = from_yaml(config_text)
     allow(config, target, "a worker")
+    config.data.cache = None  # a server does not choose where this machine writes
     torch.set_num_threads(config.cluster.threads)  # several workers share a machine; bits depend on this number
     device = device_of(slot, device)
     problem = build_problem(config, device, rows_of(config, slot))
