@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from ringmaster_dist.problems.nanochat import corpus
 from ringmaster_dist.problems.nanochat.corpus import CorpusError, DownloadError, climbmix, fetch
 
 CONTENT = bytes(range(256)) * 4000
@@ -140,6 +142,21 @@ def test_shards_become_a_corpus(server, tmp_path):
     server.behaviour = ["well"]
     with pytest.raises(CorpusError, match="not a parquet file"):
         climbmix_once(server, tmp_path)
+
+
+def test_a_shard_that_expands_without_end_is_refused(tmp_path, monkeypatch):
+    """A few bytes can stand for thousands of rows that share one long text, or for one group of any size."""
+    path = tmp_path / "bomb.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * (16 << 20)] * 500}), path, compression="zstd")
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    texts = corpus.documents(corpus.Source(path, path.name, False))
+    assert sum(1 for _ in zip(range(20), texts, strict=False)) == 20
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+    monkeypatch.setattr(corpus, "_MOST_GROUP_BYTES", 1 << 20)
+    with pytest.raises(CorpusError, match="in one group of rows"):
+        next(corpus.documents(corpus.Source(path, path.name, False)))
 
 
 def climbmix_once(server, tmp_path):

@@ -30,6 +30,8 @@ _PIECE_BYTES = 2000  # long texts are cut at lines into pieces of about this siz
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 _CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 1024  # so many documents are read at once
+_MOST_GROUP_BYTES = 4 << 30  # of the texts in one group of rows of a parquet file
+_MOST_DOWNLOAD_BYTES = 16 << 30
 _GONE = (400, 401, 403, 404, 410)  # HTTP codes after which a retry does not help
 _SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
 
@@ -176,11 +178,16 @@ def _parquet(path: Path) -> Iterator[str]:
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path, read_dictionary=["text"])  # many rows may share one long text
         if "text" not in file.schema_arrow.names:
             raise CorpusError(f"{path} has no column 'text', but {', '.join(file.schema_arrow.names)}")
+        groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
+        column = file.schema_arrow.names.index("text")
+        size = max((group.column(column).total_uncompressed_size for group in groups), default=0)
+        if size > _MOST_GROUP_BYTES:
+            raise CorpusError(f"{path} has {size / 1e9:,.0f} GB of texts in one group of rows, which is too much")
         for batch in file.iter_batches(_PARQUET_ROWS, columns=["text"]):
-            yield from (text for text in batch.column(0).to_pylist() if text)
+            yield from filter(None, (text.as_py() for text in batch.column(0)))
     except (pyarrow.ArrowException, OSError) as error:
         raise CorpusError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
 
@@ -276,6 +283,8 @@ def _transfer(url: str, part: Path, timeout_seconds: float, progress: Progress) 
             while chunk := answer.read(_CHUNK_BYTES):
                 file.write(chunk)
                 have += len(chunk)
+                if have > _MOST_DOWNLOAD_BYTES:
+                    raise OSError(f"it has more than {_MOST_DOWNLOAD_BYTES:,} bytes")
                 progress(have / total if total else 0.0, f"{part.name[1:-5]}: {have / 1e6:,.0f} MB")
         if total is not None and have < total:
             raise OSError(f"broken off after {have:,} of {total:,} bytes")
