@@ -171,7 +171,8 @@ class RemoteRun:
         needed = {part for manifest in kept for parts in manifest["files"].values() for part in parts}
         for kind, used in ((_PARTS, needed), (_CHECKPOINTS, set(names))):
             for name in set(self._listed(kind)) - used:
-                self._system.rm_file(self._path(kind, name))
+                if moment(name) or _PART_NAME.fullmatch(name):  # nothing that a mirror has not written
+                    self._system.rm_file(self._path(kind, name))
         self._uploaded = needed
 
     def _manifest(self, name: str) -> dict[str, Any]:

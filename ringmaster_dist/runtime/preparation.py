@@ -57,6 +57,7 @@ def prepare(overrides: list[str], program: str = "ringmaster train") -> tuple[Co
     if resumes:  # the directory may come from somebody else
         allow(config, _given("target", named), "ringmaster train resume=")
         composed.problem.path = config.problem.path
+        _refuse_unnamed_mirror(config, named, fetched)
     _refuse_what_only_a_simulation_can(config)
     refuse_too_many_processes(config)
     _warn_about_loopback(config)
@@ -132,6 +133,19 @@ def _refuse_used_mirror(config: Config, *own: str | None) -> None:
         is_used = url not in own and bool(remote.names())
     if is_used:
         raise UserError(f"checkpoint.mirror={url} already holds a run: resume it with resume={url}, or choose another")
+
+
+def _refuse_unnamed_mirror(config: Config, overrides: list[str], fetched: str) -> None:
+    """Raises UserError if a directory, which may come from somebody else, would send the run to a place of its choice.
+
+    ``fetched`` is the URL that this call has copied the run from.
+    """
+    url = config.checkpoint.mirror
+    if url and url not in (fetched, _given("checkpoint.mirror", overrides)):
+        raise UserError(
+            f"the run in {config.run.dir} copies itself to {url}: if that place is yours, add checkpoint.mirror={url}, "
+            "else add checkpoint.mirror=null"
+        )
 
 
 def _reopened(config: Config, path: Path, token: str, fetched: str, *, asked: bool) -> RunDirectory:

@@ -297,10 +297,12 @@ def test_a_resumed_run_refuses_the_url_of_another_run(tmp_path):
     for overrides in ([a], auto, [f"resume={moved}", f"run.dir={tmp_path}/b"]):
         with pytest.raises(UserError, match=f"checkpoint.mirror={other} already holds a run"):
             prepare([*overrides, f"checkpoint.mirror={other}"])
+    with pytest.raises(UserError, match=f"copies itself to {own}: if that place is yours, add checkpoint.mirror={own}"):
+        prepare([a])  # the directory may come from somebody else
     for overrides, mirror in (
-        ([a], own),
+        ([a, f"checkpoint.mirror={own}"], own),
         ([*auto, f"checkpoint.mirror={own}"], own),
-        ([f"resume={tmp_path}/b"], own),
+        ([f"resume={tmp_path}/b", f"checkpoint.mirror={own}"], own),
         ([f"resume={moved}", f"run.dir={tmp_path}/c", f"checkpoint.mirror={moved}"], moved),
         ([a, f"checkpoint.mirror=file://{tmp_path}/unused"], f"file://{tmp_path}/unused"),
     ):
