@@ -60,7 +60,7 @@ def update(quick: bool, as_json: bool, device: str = "cpu") -> None:
     with _Rivals(device) as rivals:
         for _ in range(1 if quick else 3):
             for candidates in (ours, rivals):
-                for name, taken in by_turns(candidates, 3 if quick else 6).items():
+                for name, taken in by_turns(candidates, 1 if quick else 6).items():
                     seconds[name] = seconds.get(name, []) + taken
                 time.sleep(_SPIN_SECONDS)
     rows = compared("update", seconds, "ringmaster, float32")
