@@ -217,15 +217,22 @@ def start_server_agent(threads: int, seconds: float, *, insecure: bool = False) 
     return start_closed(lambda: _start(HashStore(), SERVER, 0, 1, threads, seconds), insecure=insecure)
 
 
-def start_worker_agent(name: str, server_address: str, seconds: float, *, insecure: bool = False) -> None:
-    """Starts a worker's agent that knows a server at this HOST:PORT. Nobody can connect to it. Raises RuntimeError."""
+def start_worker_agent(
+    name: str, server_address: str, seconds: float, *, cma: bool = False, insecure: bool = False
+) -> None:
+    """Starts a worker's agent that knows a server at this HOST:PORT. Nobody can connect to it. Raises RuntimeError.
+
+    With ``cma`` it shares memory with that server's process.
+    """
     store = HashStore()
     store.set("names/0", SERVER)
     store.set(f"addrs/{SERVER}", f"uv://{server_address}")
-    start_closed(lambda: _start(store, name, 1, 2, 4, seconds), insecure=insecure).socket.close()
+    start_closed(lambda: _start(store, name, 1, 2, 4, seconds, cma), insecure=insecure).socket.close()
 
 
-def _start(store: HashStore, name: str, rank: int, world_size: int, threads: int, seconds: float) -> None:
+def _start(
+    store: HashStore, name: str, rank: int, world_size: int, threads: int, seconds: float, cma: bool = True
+) -> None:
     """Makes an agent the current one of this process."""
     from torch._C._distributed_autograd import _init
     from torch._C._distributed_rpc import TensorPipeAgent
@@ -236,8 +243,9 @@ def _start(store: HashStore, name: str, rank: int, world_size: int, threads: int
     # The shared-memory transport is left out: its reactor spins, and with more processes than cores it starved single
     # workers for seconds. Between processes of one machine tensors are read across (cma), else they take the socket.
     options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=threads, rpc_timeout=seconds, _transports=["uv"], _channels=["cma", "basic"]
-    )
+        num_worker_threads=threads, rpc_timeout=seconds, _transports=["uv"],
+        _channels=["cma", "basic"] if cma else ["basic"],
+    )  # fmt: skip
     api._init_rpc_states(TensorPipeAgent(store, name, rank, world_size, options, {}, []))  # type: ignore[no-untyped-call]
     address = store.get(f"addrs/{name}").decode()
     if not address.startswith(f"uv://{LOOPBACK}:"):

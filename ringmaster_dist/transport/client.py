@@ -32,11 +32,17 @@ from ringmaster_dist.transport import (
     agent,
     identity,
     loopback,
-    message_filter,
     tensorpipe,
 )
 from ringmaster_dist.transport.addresses import address_of, joined, split
-from ringmaster_dist.transport.message_filter import Filter, Pipe, further_filters
+from ringmaster_dist.transport.message_filter import (
+    AllPasses,
+    Filter,
+    Pipe,
+    ResultFilter,
+    TensorFilter,
+    further_filters,
+)
 from ringmaster_dist.transport.relay import Pair, Relay, Side
 from ringmaster_dist.transport.streams import Stream, TlsStream, read_frame, shut, tune
 from ringmaster_dist.transport.tensorpipe import ProtocolError
@@ -44,8 +50,6 @@ from ringmaster_dist.transport.tensorpipe import ProtocolError
 log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer", Welcome, Reply)
-_STORE_PING = b"\x00\xce\xf7\x85\x3c\x0d" + b"ring"  # torch's TCPStore answers with the last four bytes
-_STORE_SECONDS = 1.0  # a store answers this ping within this time
 
 
 class Client:
@@ -72,7 +76,7 @@ class Client:
         pipe = Pipe("the server", most_tensor_bytes or _memory_bytes(), process=process)
         self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds), pipe)
         try:
-            agent.start_worker_agent(name, self._tunnel.address, call_seconds, insecure=insecure)
+            agent.start_worker_agent(name, self._tunnel.address, call_seconds, cma=bool(process), insecure=insecure)
         except loopback.NotClosed as error:
             self.close()
             raise AuthenticationFailed(str(error).replace("server.insecure", "insecure")) from error
@@ -164,7 +168,7 @@ class Tunnel:
         self._listener = socket.create_server((loopback.LOOPBACK, 0), backlog=8)
         self.address = f"{loopback.LOOPBACK}:{self._listener.getsockname()[1]}"
         self._pipe = pipe
-        self._further: dict[int, type[Filter]] = {}
+        self._further: dict[int, Filter] = {}
         self._is_answered = threading.Event()
         self._relay = Relay()
         threading.Thread(target=self._accept_all, name="tunnel", daemon=True).start()
@@ -204,22 +208,12 @@ class Tunnel:
         server, self._first = self._first or self._dial_again(), None
         server.socket.settimeout(None)
         server.send(tensorpipe.framed(frame))
-        forth: Filter = message_filter.AllPasses(self._pipe)
-        if isinstance(greeting, str):
-            kind: type[Filter] = message_filter.ResultFilter
-            back: Filter = message_filter.ResultFilter(self._pipe, self._answer)
-            forth = message_filter.FirstFrameFilter(self._pipe, self._brochure)
-        else:
-            kind = self._further[greeting]
-            back = kind(self._pipe)
-        pair = Pair(Side(server, back), Side(local, forth), self._end)
-        self._relay.add(pair, big=kind is message_filter.ResultTensorFilter)
-
-    def _brochure(self, frame: bytes) -> bytes:
-        return tensorpipe.read_brochure(frame, without=self._pipe.without)
+        back = ResultFilter(self._pipe, self._answer) if isinstance(greeting, str) else self._further[greeting]
+        pair = Pair(Side(server, back), Side(local, AllPasses()), self._end)
+        self._relay.add(pair, big=isinstance(back, TensorFilter))
 
     def _answer(self, answer: tensorpipe.Answer) -> bytes:
-        self._further = further_filters(answer, message_filter.ResultTensorFilter)
+        self._further = further_filters(answer, self._pipe, self._pipe.results)
         self._is_answered.set()
         return answer.naming(self.address)
 
@@ -264,11 +258,6 @@ def _handshake_failure(server: str, seconds: float, error: Exception) -> Unreach
                 "server.tls=false, which needs tls=false here"
             )
         return Unreachable(f"the server at {server} broke off the handshake ({error.reason})")
-    if _is_store(server, seconds):
-        return AuthenticationFailed(
-            f"what listens at {server} is a store of torch without TLS: a server of ringmaster 0.1, or another torch "
-            "job: install the same version on both"
-        )
     return Unreachable(f"something listens at {server}, but did not answer as a server of this system ({error})")
 
 
@@ -304,12 +293,3 @@ def is_ringmaster(server: str, seconds: float) -> bool:
         except (OSError, EOFError):
             return False
         return identity.is_ours(stream.certificate)
-
-
-def _is_store(server: str, seconds: float) -> bool:
-    try:
-        with _connect(server, min(seconds, _STORE_SECONDS)) as connection:
-            connection.sendall(_STORE_PING)
-            return connection.recv(4) == _STORE_PING[-4:]
-    except (OSError, Unreachable):
-        return False

@@ -26,9 +26,18 @@ from typing import Any
 
 from ringmaster_dist.logs import set_up_logging
 from ringmaster_dist.process_settings import name_process, raise_descriptor_limit
-from ringmaster_dist.transport import loopback, message_filter, tensorpipe
+from ringmaster_dist.transport import loopback, tensorpipe
 from ringmaster_dist.transport.identity import ABOUT, server_context
-from ringmaster_dist.transport.message_filter import CallFilter, Filter, Pipe, Share, TensorFilter, further_filters
+from ringmaster_dist.transport.message_filter import (
+    AllPasses,
+    CallFilter,
+    Filter,
+    Pipe,
+    ResultFilter,
+    Share,
+    TensorFilter,
+    further_filters,
+)
 from ringmaster_dist.transport.pending_peers import MOST_PENDING, PendingPeer, PendingPeers, subnet
 from ringmaster_dist.transport.relay import Pair, Relay, Side
 from ringmaster_dist.transport.streams import Stream, TlsStream, read_frame, shut, tune
@@ -79,7 +88,7 @@ class Gate:
         self._shares: dict[str, Share] = {}  # by the address that workers have in common
         self._lock = threading.Lock()  # protects the next three, which the relay's threads change
         self._open_pipes: set[Pipe] = set()
-        self._further: dict[int, tuple[Pipe, str, type[Filter]]] = {}  # further connections that are expected
+        self._further: dict[int, tuple[Pipe, str, Filter]] = {}  # further connections that are expected
         self._orphans: deque[int] = deque()  # further connections that will not come, but that the agent waits for
         self._most_open = (descriptors - most_pending) // 2
 
@@ -89,7 +98,7 @@ class Gate:
             connection.settimeout(_ANSWER_SECONDS)
             connection.sendall(tensorpipe.opening("probe"))
             answer = tensorpipe.read_answer(read_frame(Stream(connection)))
-            self._orphans.extend(further_filters(answer))
+            self._orphans.extend((answer.reply, *answer.numbers))
             self._complete_orphans()
         host, port = self._agent.getsockname()
         if answer.address != f"{host}:{port}":
@@ -164,29 +173,28 @@ class Gate:
         if frame is None:
             return
         greeting = tensorpipe.read_greeting(frame)
-        kind: type[Filter]
+        back: Filter = AllPasses()
         if isinstance(greeting, str):
-            pipe, kind = self._new_pipe(greeting, peer), CallFilter
+            pipe = self._new_pipe(greeting, peer)
+            forth: Filter = CallFilter(pipe)
+            back = ResultFilter(pipe, lambda answer: self._answered(pipe, peer.address[0], answer))
         else:
-            pipe, kind = self._expected(greeting, peer.address[0])
+            pipe, forth = self._expected(greeting, peer.address[0])
+            if isinstance(forth, TensorFilter):
+                back = TensorFilter(pipe.results)
         try:
             connection = tune(self._connect())
             connection.sendall(tensorpipe.framed(frame))
         except OSError:
-            self._ended(pipe, kind, peer, "")
+            self._ended(pipe, forth, peer, "")
             raise
-        back: Filter = message_filter.AllPasses(pipe)
-        if kind is CallFilter:
-            back = message_filter.ResultFilter(pipe, lambda answer: self._answered(pipe, peer.address[0], answer))
-        elif kind is TensorFilter:
-            back = message_filter.ResultTensorFilter(pipe)
         rest = bytes(peer.received[LENGTH_BYTES + len(frame) :])
-        outside, inside = Side(peer.stream, kind(pipe)), Side(Stream(connection), back)
-        pair = Pair(outside, inside, lambda reason: self._ended(pipe, kind, peer, reason), rest)
-        if kind is CallFilter:
+        outside, inside = Side(peer.stream, forth), Side(Stream(connection), back)
+        pair = Pair(outside, inside, lambda reason: self._ended(pipe, forth, peer, reason), rest)
+        if isinstance(forth, CallFilter):
             pipe.end = pair.shut
         self._pending.release(peer)
-        self._relay.add(pair, big=kind is TensorFilter)
+        self._relay.add(pair, big=isinstance(forth, TensorFilter))
 
     def _new_pipe(self, name: str, peer: PendingPeer) -> Pipe:
         share = Share() if peer.process else self._share_of(subnet(peer.address[0], 32))
@@ -197,7 +205,7 @@ class Gate:
                 raise ProtocolError(f"there are {num_open} workers already, as many as file descriptors allow")
             if share.num_pipes >= most:
                 raise ProtocolError(f"there are {most} workers at this address already (server.workers_per_address)")
-            pipe = Pipe(_printable(name), self._settings.tensor_bytes, share, peer.process)
+            pipe = Pipe(name, self._settings.tensor_bytes, share, peer.process)
             self._open_pipes.add(pipe)
             share.num_pipes += 1
         self._num_pipes += 1
@@ -210,28 +218,29 @@ class Gate:
         most_joins = 2 * self._settings.most_from_one_address
         return self._shares.setdefault(address, Share(most_tensors, most_joins, _JOIN_SECONDS))
 
-    def _expected(self, number: int, host: str) -> tuple[Pipe, type[Filter]]:
+    def _expected(self, number: int, host: str) -> tuple[Pipe, Filter]:
         with self._lock:
             if number not in self._further or self._further[number][1] != host:
                 raise ProtocolError("it claims a further connection that nobody expects from it")
-            pipe, _, kind = self._further.pop(number)
-        return pipe, kind
+            pipe, _, forth = self._further.pop(number)
+        return pipe, forth
 
     # --- called by the relay's threads -----------------------------------------------------------------------
 
     def _answered(self, pipe: Pipe, host: str, answer: tensorpipe.Answer) -> bytes:
+        filters = further_filters(answer, pipe, pipe.calls)
         with self._lock:
-            self._further.update({n: (pipe, host, kind) for n, kind in further_filters(answer).items()})
-        return answer.frame
+            self._further.update({number: (pipe, host, forth) for number, forth in filters.items()})
+        return answer.naming(answer.address)
 
-    def _ended(self, pipe: Pipe, kind: type[Filter], peer: PendingPeer, reason: str) -> None:
+    def _ended(self, pipe: Pipe, forth: Filter, peer: PendingPeer, reason: str) -> None:
         """TensorPipe gives up a pipe as a whole, so its further connections that are still expected will not come."""
         with self._lock:
             orphans = [number for number, (owner, _, _) in self._further.items() if owner is pipe]
             for number in orphans:
                 del self._further[number]
             self._orphans.extend(orphans)
-            if kind is CallFilter:
+            if isinstance(forth, CallFilter):
                 self._open_pipes.discard(pipe)
                 pipe.share.num_pipes -= 1
                 pipe.calls.end()
@@ -257,10 +266,6 @@ class Gate:
                     connection.sendall(tensorpipe.framed(tensorpipe.registration(number)))
             except OSError as error:
                 log.debug("an incomplete pipe stays as it is: %s", error)
-
-
-def _printable(name: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in name[:64])
 
 
 def main() -> int:

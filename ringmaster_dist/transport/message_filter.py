@@ -122,24 +122,16 @@ class Pipe:
     def __post_init__(self) -> None:
         self.calls, self.results = Flow(self.share), Flow(self.share)
 
-    @property
-    def without(self) -> str:
-        """The channel that is taken out of a brochure."""
-        return "" if self.process else "cma"
-
 
 class Filter:
-    """Checks one connection, from the second frame on. Subclasses say what each frame may be.
+    """Checks one connection, from the second frame on. This one passes frames up to a length.
 
     A frame is held back until all of it is checked, unless `passes_unseen` allows its length. If anything is wrong,
     `filter` raises `ProtocolError` and the frame is never forwarded.
     """
 
-    most_bytes = 0  # of a frame
-    where = ""  # the last words of the error about a longer frame
-
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
+    def __init__(self, most_bytes: int = _MOST_SMALL_BYTES, where: str = "where short ones are allowed") -> None:
+        self._most_bytes, self._where = most_bytes, where
         self._held = bytearray()  # the beginning of a frame, with its length
         self._checked = bytearray()  # frames that may pass
         self._passing = 0  # bytes of the current frame that may pass as they come
@@ -187,8 +179,8 @@ class Filter:
 
     def passes_unseen(self, length: int) -> bool:
         """Called once with each frame's length. Returns whether its content passes unchecked. Raises if too long."""
-        if length > self.most_bytes:
-            raise ProtocolError(f"a frame of {length} bytes {self.where}")
+        if length > self._most_bytes:
+            raise ProtocolError(f"a frame of {length} bytes {self._where}")
         return False
 
     def passed(self) -> None:
@@ -204,36 +196,11 @@ class Filter:
         return frame
 
 
-class FirstFrameFilter(Filter):
-    """The first frame is read and may be replaced, then all bytes pass: they come from this end's own agent."""
-
-    most_bytes, where = _MOST_SMALL_BYTES, "in place of the first"
-
-    def __init__(self, pipe: Pipe, on_first: Callable[[bytes], bytes]) -> None:
-        super().__init__(pipe)
-        self._on_first, self._has_first = on_first, False
-
-    def filter(self, data: memoryview) -> Iterator[bytes | memoryview]:
-        if not self._has_first:
-            yield from super().filter(data)
-            data = memoryview(bytes(self._held)) if self._has_first else data[:0]  # what came with the first frame
-        if data:
-            yield data
-
-    def passes_unseen(self, length: int) -> bool:
-        return self._has_first or super().passes_unseen(length)
-
-    def check(self, frame: bytes) -> bytes:
-        self._has_first = True
-        return self._on_first(frame)
-
-
-class AllPasses(FirstFrameFilter):
+class AllPasses(Filter):
     """For bytes from this end's own agent."""
 
-    def __init__(self, pipe: Pipe) -> None:
-        super().__init__(pipe, bytes)
-        self._has_first = True
+    def filter(self, data: memoryview) -> Iterator[memoryview]:
+        yield data
 
 
 class MessageFilter(Filter):
@@ -242,12 +209,11 @@ class MessageFilter(Filter):
     kinds: frozenset[bytes]  # of messages that may pass
     most_message_bytes: int
 
-    def __init__(self, pipe: Pipe, on_first: Callable[[bytes], bytes]) -> None:
-        """``on_first`` checks the first frame and returns the one to forward in its place."""
-        super().__init__(pipe)
-        self._on_first, self._has_first = on_first, False
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__()
+        self._pipe, self._has_first = pipe, False
         self._expected: list[int] = []  # the lengths of this message's payloads that are still to come
-        self._tensors: list[int] = []
+        self._tensor: int | None = None  # the length of its tensor
 
     def passes_unseen(self, length: int) -> bool:
         limit = self._expected[0] if self._expected else _MOST_SMALL_BYTES
@@ -261,8 +227,7 @@ class MessageFilter(Filter):
 
     def check(self, frame: bytes) -> bytes:
         if not self._has_first:
-            frame = self._on_first(frame)
-            self._has_first = True
+            frame, self._has_first = self.check_first(frame), True
         elif not self._expected:
             self._begin(tensorpipe.read_descriptor(frame))
         else:
@@ -273,28 +238,32 @@ class MessageFilter(Filter):
             if remaining == 1:
                 self.check_message(frame)
             if remaining == 0:
-                tensorpipe.check_tensors(frame, self._tensors)
-                self.counted(self._tensors)
+                tensorpipe.check_tensor(frame, self._tensor)
+                self.counted(self._tensor)
         return frame
 
     def _begin(self, message: tensorpipe.Descriptor) -> None:
         kind, number, length, description = message.payloads
         if (kind, number) != (4, 8) or description > _MOST_SMALL_BYTES:
             raise ProtocolError("a message that is not one of torch RPC")
-        if not length or 0 in message.tensors:  # torch sends nothing for an empty tensor, and expects nothing
+        if not length or message.tensor == 0:  # torch sends nothing for an empty tensor, and expects nothing
             raise ProtocolError("an empty message or tensor")
         if length > self.most_message_bytes:
             raise ProtocolError(f"a message of {length} bytes; the longest have {self.most_message_bytes}")
-        if len(message.tensors) > 1 or sum(message.tensors) > self._pipe.most_tensor_bytes:
-            most = f"one of {self._pipe.most_tensor_bytes:g} bytes"
-            raise ProtocolError(f"tensors of {message.tensors} bytes where the model needs {most}")
-        self._expected, self._tensors = list(message.payloads), message.tensors
+        if (message.tensor or 0) > self._pipe.most_tensor_bytes:
+            most = f"{self._pipe.most_tensor_bytes:g}"
+            raise ProtocolError(f"a tensor of {message.tensor} bytes where the model needs {most}")
+        self._expected, self._tensor = message.payloads, message.tensor
+
+    def check_first(self, frame: bytes) -> bytes:
+        """Called with the first frame. Returns the frame to forward in its place."""
+        raise NotImplementedError
 
     def check_message(self, message: bytes) -> None:
         """Called with the pickle of the call or the result."""
 
-    def counted(self, tensors: list[int]) -> None:
-        """Called once for each message, with the lengths of its tensors, before it is forwarded."""
+    def counted(self, tensor: int | None) -> None:
+        """Called once for each message, with the length of its tensor, before it is forwarded."""
         raise NotImplementedError
 
 
@@ -304,27 +273,29 @@ class CallFilter(MessageFilter):
     kinds = frozenset({tensorpipe.PYTHON_CALL})
     most_message_bytes = _MOST_CALL_BYTES
 
-    def __init__(self, pipe: Pipe) -> None:
-        super().__init__(pipe, lambda frame: tensorpipe.read_brochure(frame, without=pipe.without))
-
     @property
     def is_waiting(self) -> bool:
         return self._pipe.share.is_used_up
+
+    def check_first(self, frame: bytes) -> bytes:
+        if tensorpipe.read_brochure(frame) and not self._pipe.process:
+            raise ProtocolError("a brochure that shares the memory of an unknown process")
+        return frame
 
     def check_message(self, message: bytes) -> None:
         if tensorpipe.name_of_call(message[1:]) == "join":  # after a byte that says how it is executed
             self._pipe.share.join()
 
-    def counted(self, tensors: list[int]) -> None:
+    def counted(self, tensor: int | None) -> None:
         if self._pipe.sends_tensors is None:  # its tensors would be counted wrongly, and torch waits for the answer
             raise ProtocolError("a call before the server's answer to its brochure")
         self._pipe.num_unanswered += 1
         if self._pipe.num_unanswered > _MOST_UNANSWERED:
             raise ProtocolError("more calls than it reads answers to")
-        if tensors and self._pipe.calls.num_on_way >= _MOST_TENSORS:
+        if tensor and self._pipe.calls.num_on_way >= _MOST_TENSORS:
             raise ProtocolError("a tensor before the bytes of those before it")
-        for length in tensors if self._pipe.sends_tensors else ():
-            self._pipe.calls.announce(length)
+        if tensor and self._pipe.sends_tensors:
+            self._pipe.calls.announce(tensor)
 
 
 class ResultFilter(MessageFilter):
@@ -335,28 +306,28 @@ class ResultFilter(MessageFilter):
 
     def __init__(self, pipe: Pipe, on_answer: Callable[[tensorpipe.Answer], bytes]) -> None:
         """``on_answer`` returns the frame to forward in place of the answer."""
+        super().__init__(pipe)
+        self._on_answer = on_answer
 
-        def on_first(frame: bytes) -> bytes:
-            answer = tensorpipe.read_answer(frame)
-            if "cma" in answer.channels and not pipe.process:
-                raise ProtocolError("an answer that shares memory with an unknown process")
-            pipe.sends_tensors = "basic" in answer.channels
-            return on_answer(answer)
+    def check_first(self, frame: bytes) -> bytes:
+        answer = tensorpipe.read_answer(frame)
+        if answer.channel == "cma" and not self._pipe.process:
+            raise ProtocolError("an answer that shares memory with an unknown process")
+        self._pipe.sends_tensors = answer.channel == "basic"
+        return self._on_answer(answer)
 
-        super().__init__(pipe, on_first)
-
-    def counted(self, tensors: list[int]) -> None:
+    def counted(self, tensor: int | None) -> None:
         self._pipe.num_unanswered -= 1
-        for length in tensors if self._pipe.sends_tensors else ():
-            self._pipe.results.announce(length)
+        if tensor and self._pipe.sends_tensors:
+            self._pipe.results.announce(tensor)
 
 
 class TensorFilter(Filter):
     """For the channel ``basic``: the bytes of each announced tensor, in the order of their announcements."""
 
-    def __init__(self, pipe: Pipe) -> None:
-        super().__init__(pipe)
-        self._flow = pipe.calls
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()
+        self._flow = flow
 
     def passes_unseen(self, length: int) -> bool:
         announced = self._flow.next_announced()
@@ -368,42 +339,25 @@ class TensorFilter(Filter):
         self._flow.passed()
 
 
-class ResultTensorFilter(TensorFilter):
-    """The same for the tensors of results."""
-
-    def __init__(self, pipe: Pipe) -> None:
-        super().__init__(pipe)
-        self._flow = pipe.results
-
-
 class MemoryAddressFilter(Filter):
     """For the first connection of the channel ``cma``: where in its own memory the peer has a tensor."""
 
-    most_bytes, where = _MOST_SMALL_BYTES, "on a connection for addresses"
+    def __init__(self, process: int) -> None:
+        super().__init__()
+        self._process = process
 
     def check(self, frame: bytes) -> bytes:
         process = tensorpipe.read_memory_address(frame)
-        if process != self._pipe.process:
+        if process != self._process:
             raise ProtocolError(f"a tensor in the memory of process {process}, which is not the peer's")
         return frame
 
 
-class CompletionFilter(Filter):
-    """For the second connection of ``cma``: an empty frame for each tensor that the peer has read."""
-
-    most_bytes, where = 0, "on a connection for empty ones"
-
-
-class NothingPasses(Filter):
-    """For the second connection of a pipe, which torch does not use for tensors in the memory of the CPU."""
-
-    most_bytes, where = -1, "on a connection that torch does not use"
-
-
-def further_filters(answer: tensorpipe.Answer, tensors: type[Filter] = TensorFilter) -> dict[int, type[Filter]]:
+def further_filters(answer: tensorpipe.Answer, pipe: Pipe, tensors: Flow) -> dict[int, Filter]:
     """The filter for each further connection that the server's answer asks for, by registration number."""
-    filters: dict[int, type[Filter]] = {answer.reply: NothingPasses}
-    for name, numbers in answer.channels.items():
-        kinds: list[type[Filter]] = [tensors] if name == "basic" else [MemoryAddressFilter, CompletionFilter]
-        filters.update(zip(numbers, kinds, strict=True))
-    return filters
+    if answer.channel == "basic":
+        filters: list[Filter] = [TensorFilter(tensors)]
+    else:  # the second one of cma has an empty frame for each tensor that the peer has read
+        filters = [MemoryAddressFilter(pipe.process), Filter(0, "on a connection for empty ones")]
+    unused = Filter(-1, "on a connection that torch does not use for tensors in the memory of the CPU")
+    return {answer.reply: unused, **dict(zip(answer.numbers, filters, strict=True))}

@@ -33,7 +33,6 @@ _MOST_KINDS = 1000  # of refusals that are counted between two log lines
 _PAUSE_SECONDS = 0.01  # after a failed accept, such as one without a free descriptor, the thread sleeps this long
 _LOG_SECONDS = 10.0  # between two log lines about refused peers
 _MOST_CUTS = 50  # lines about workers that were cut off, during this time
-_STORE_HELLO = b"\x00\xce\xf7\x85\x3c"  # the first bytes of a client of torch's TCPStore
 _TLS_REASONS = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it has no certificate",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not of this run's token",
@@ -76,8 +75,6 @@ class PendingPeer:
         data = self.stream.socket.recv(PIECE_BYTES)
         if not data:
             return False
-        if not self.has_sent and data.startswith(_STORE_HELLO):
-            raise ProtocolError("it speaks as a worker of ringmaster 0.1 does, without TLS")
         if not self.has_sent and context is not None:
             self.stream = TlsStream(self.stream.socket, context, server_side=True)
         self.has_sent = True

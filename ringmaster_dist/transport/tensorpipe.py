@@ -10,8 +10,8 @@ id, the call, and a pickle that describes the tensors. Tensors travel on the con
 ``basic`` sends their bytes. The channel ``cma``, between processes of one machine, sends their address in the sender's
 memory.
 
-Frames are encoded with libnop. Every function here raises `ProtocolError` for bytes that differ from what torch is
-known to write. Nothing is guessed and nothing is skipped.
+Frames are encoded with libnop. What torch writes has one form, so each kind of frame has one pattern here. A function
+raises `ProtocolError` for a frame that does not match as a whole. Nothing is guessed and nothing is skipped.
 """
 
 from __future__ import annotations
@@ -23,126 +23,80 @@ from typing import NamedTuple
 LENGTH_BYTES = 8
 # Torch RPC's message types for a call of a Python function, for its result, and for an exception in place of it.
 PYTHON_CALL, PYTHON_RESULT, EXCEPTION = (struct.pack("<i", kind) for kind in (0x102, 0x203, 0x237))
-_DESCRIPTOR_REPLY = 1  # the purpose of a pipe's second connection
-_STRUCTURE, _ARRAY, _MAP, _BINARY, _STRING, _VARIANT = 0xB9, 0xBA, 0xBB, 0xBC, 0xBD, 0xB8
-_BASIC_BROCHURE = (
-    b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbb\x01\xb9\x02\xbd\x03cpu\x00\xbd\x03any"
-)
 _WIDTHS = {0x80: "<B", 0x81: "<H", 0x82: "<I", 0x83: "<Q"}
+
+# Variants begin with b8, structures b9, arrays ba, maps bb, vectors bc, texts bd. A number and the length follow.
+_NUMBER = rb"([\0-\x7f]|\x80.|\x81..|\x82.{4}|\x83.{8})"
+_TEXT = rb"\xbd([\0-\x7f][\x20-\x7e]*)"  # with its length
+_CPU = rb"\xb9\x02\xbd\x03cpu\0"  # the only device that tensors are sent from and to
+_ON_CPU = rb"\xbb\x01" + _CPU  # the device that a channel is for, and then the channel's name for this machine
+_BASIC = rb"\xbd\x05basic" + _ON_CPU + rb"\xbd\x03any"
+_CMA = rb"\xbd\x03cma" + _ON_CPU + _TEXT
+_UV = rb"\xbd\x04uv:\*"
+_GREETING = rb"\xb8(?:\0\xb9\x01" + _TEXT + rb"|\x01\xb9\x01" + _NUMBER + rb")"
+_BROCHURE = (
+    rb"\xb9\x02\xbb\x01\xbd\x02uv" + _UV
+    + rb"\xbb(?:\x01" + _BASIC + rb"|\x02(?:" + _BASIC + _CMA + rb"|" + _CMA + _BASIC + rb"))"
+)  # fmt: skip
+_ANSWER = (
+    rb"(\xb9\x07\xbd\x02uv)" + _TEXT + rb"(\xbb\x01\x01" + _NUMBER + _UV
+    + rb"\xbb\x01(?:\xbd\x05basic\xbc\x08(.{8})\xbb\x01" + _BASIC + rb"|\xbd\x03cma\xbc\x10(.{16})\xbb\x01" + _CMA
+    + rb")\xbb\x01\xba\x02" + _CPU * 2 + rb"\xbd(?:\x05basic|\x03cma))"
+)  # fmt: skip
+_PAYLOAD = rb"\xb9\x02" + _NUMBER + rb"\xbd\0"
+_DESCRIPTOR = (
+    rb"\xb9\x03\xbd\0\xba\x04" + _PAYLOAD * 4 + rb"\xba(?:\0|\x01\xb9\x04" + _NUMBER + _CPU * 2 + rb"\xbd\0)"
+)  # fmt: skip
+_MEMORY_ADDRESS = rb"\xb9\x02" + _NUMBER * 2
 
 
 class ProtocolError(ValueError):
     """A peer sent something that a worker or server of this system never sends."""
 
 
-class Reader:
-    """Decodes one frame from front to back."""
+def _parts(pattern: bytes, frame: bytes, what: str) -> tuple[bytes, ...]:
+    found = re.fullmatch(pattern, frame, re.DOTALL)
+    if found is None:
+        raise ProtocolError(f"{what} that differs from what torch writes")
+    return found.groups()
 
-    def __init__(self, frame: bytes) -> None:
-        self._frame, self.position = frame, 0
 
-    def _take(self, count: int) -> bytes:
-        piece = self._frame[self.position : self.position + count]
-        if len(piece) != count:
-            raise ProtocolError("a frame that is cut short")
-        self.position += count
-        return piece
+def _text(part: bytes) -> str:
+    if part[0] != len(part) - 1:
+        raise ProtocolError("a text of another length than it says")
+    return part[1:].decode()
 
-    def _prefix(self, prefix: int) -> None:
-        if self._take(1)[0] != prefix:
-            raise ProtocolError(f"a frame without {prefix:#x} where it belongs")
 
-    def integer(self) -> int:
-        first = self._take(1)[0]
-        if first < 0x80:
-            return first
-        if first not in _WIDTHS:
-            raise ProtocolError("a frame without a number where it belongs")
-        layout = _WIDTHS[first]
-        (value,) = struct.unpack(layout, self._take(struct.calcsize(layout)))
-        # TensorPipe aborts its process at an encoding that it does not expect, such as a wide one of a small number.
-        if encoded(value)[0] != first:
-            raise ProtocolError("a number that is written in another way than torch does")
-        return int(value)
-
-    def text(self) -> str:
-        self._prefix(_STRING)
-        return self._take(self.integer()).decode("latin-1")
-
-    def numbers(self) -> list[int]:
-        """A vector of 64-bit numbers."""
-        self._prefix(_BINARY)
-        data = self._take(self.integer())
-        if len(data) % 8:
-            raise ProtocolError("a vector of odd length")
-        return list(struct.unpack(f"<{len(data) // 8}Q", data))
-
-    def structure(self, members: int) -> None:
-        self._prefix(_STRUCTURE)
-        if self.integer() != members:
-            raise ProtocolError("a structure with other members")
-
-    def variant(self) -> int:
-        self._prefix(_VARIANT)
-        return self.integer()
-
-    def count(self, prefix: int) -> range:
-        """The indices of an array's or a map's elements."""
-        self._prefix(prefix)
-        return range(self.integer())
-
-    def cpu(self) -> None:
-        """The CPU, the only device that tensors are sent from and to."""
-        self.structure(2)
-        if (self.text(), self.integer()) != ("cpu", 0):
-            raise ProtocolError("a tensor that is not in the memory of the CPU")
-
-    def end(self) -> None:
-        if self.position != len(self._frame):
-            raise ProtocolError("a frame with something behind its end")
+def _number(part: bytes) -> int:
+    value = part[0] if len(part) == 1 else int.from_bytes(part[1:], "little")
+    # TensorPipe aborts its process at an encoding that it does not expect, such as a wide one of a small number.
+    if encoded(value) != part:
+        raise ProtocolError("a number that is written in another way than torch does")
+    return value
 
 
 def read_greeting(frame: bytes) -> str | int:
     """The first frame of a connection: the worker's name for a new pipe, else a registration number."""
-    reader = Reader(frame)
-    kind = reader.variant()
-    reader.structure(1)
-    if kind not in (0, 1):
-        raise ProtocolError("a greeting of another kind")
-    greeting = reader.text() if kind == 0 else reader.integer()
-    reader.end()
-    return greeting
+    name, number = _parts(_GREETING, frame, "a greeting")
+    return _text(name) if name is not None else _number(number)
 
 
-def read_brochure(frame: bytes, without: str = "") -> bytes:
-    """Checks the list of a worker's transports and channels, and returns it without one channel."""
-    reader = Reader(frame)
-    reader.structure(2)
-    if [reader.text() for _ in reader.count(_MAP) for _ in range(2)] != ["uv", "uv:*"]:
-        raise ProtocolError("a brochure of other transports than uv")
-    start, names, kept = reader.position, set(), []
-    for _ in reader.count(_MAP):
-        begin = reader.position
-        name = reader.text()
-        _cpu_descriptor(reader)
-        names.add(name)
-        if name != without:
-            kept.append(frame[begin : reader.position])
-    reader.end()
-    if names not in ({"basic"}, {"basic", "cma"}) or len(kept) > len(names):
-        raise ProtocolError(f"a brochure of the channels {sorted(names)}")
-    return frame[:start] + bytes([_MAP, len(kept)]) + b"".join(kept)
+def read_brochure(frame: bytes) -> bool:
+    """Checks the list of a worker's transports and channels. Returns whether it offers to share its memory."""
+    machines = [_text(part) for part in _parts(_BROCHURE, frame, "a brochure") if part is not None]
+    return bool(machines)
 
 
 def opening(name: str) -> bytes:
     """The greeting and the brochure of a worker that can use sockets only."""
-    greeting = bytes([_VARIANT, 0, _STRUCTURE, 1, _STRING, len(name)]) + name.encode()
-    return framed(greeting) + framed(_BASIC_BROCHURE)
+    greeting = b"\xb8\0\xb9\x01\xbd" + bytes([len(name)]) + name.encode()
+    brochure = b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbb\x01\xb9\x02\xbd\x03cpu\0\xbd\x03any"
+    return framed(greeting) + framed(brochure)
 
 
 def registration(number: int) -> bytes:
     """The greeting of a further connection."""
-    return bytes([_VARIANT, 1, _STRUCTURE, 1]) + encoded(number)
+    return b"\xb8\x01\xb9\x01" + encoded(number)
 
 
 class Answer(NamedTuple):
@@ -152,79 +106,41 @@ class Answer(NamedTuple):
     address: str  # where the worker is to open its further connections
     after: bytes  # the part of the frame after the address
     reply: int  # the registration number of the pipe's second connection
-    channels: dict[str, list[int]]  # the registration numbers of each channel's connections
-
-    @property
-    def frame(self) -> bytes:
-        return self.naming(self.address)
+    channel: str  # basic or cma
+    numbers: tuple[int, ...]  # the registration numbers of the channel's connections
 
     def naming(self, address: str) -> bytes:
         """The same answer with another address in it."""
-        return self.before + bytes([_STRING, len(address)]) + address.encode() + self.after
+        return self.before + b"\xbd" + bytes([len(address)]) + address.encode() + self.after
 
 
 def read_answer(frame: bytes) -> Answer:
-    reader = Reader(frame)
-    reader.structure(7)
-    if reader.text() != "uv":
-        raise ProtocolError("an answer that chooses another transport than uv")
-    start = reader.position
-    address = reader.text()
-    end = reader.position
-    replies = {reader.integer(): reader.integer() for _ in reader.count(_MAP)}
-    reader.text()
-    channels = {reader.text(): reader.numbers() for _ in reader.count(_MAP)}
-    for _ in reader.count(_MAP):
-        reader.text()
-        _cpu_descriptor(reader)
-    if len(reader.count(_MAP)) != 1 or len(reader.count(_ARRAY)) != 2:
-        raise ProtocolError("an answer about other than a pair of devices")
-    reader.cpu()
-    reader.cpu()
-    reader.text()
-    reader.end()
-    if set(replies) != {_DESCRIPTOR_REPLY} or len(address) >= 0x80:
-        raise ProtocolError("an answer with other connections")
-    if {name: len(numbers) for name, numbers in channels.items()} not in ({"basic": 1}, {"cma": 2}):
-        raise ProtocolError(f"an answer that chooses the channels {sorted(channels)}")
-    return Answer(frame[:start], address, frame[end:], replies[_DESCRIPTOR_REPLY], channels)
+    before, address, after, reply, basic, cma, machine = _parts(_ANSWER, frame, "an answer")
+    channel, numbers = ("basic", basic) if basic is not None else ("cma", cma)
+    if machine is not None:
+        _text(machine)
+    if not after.endswith(channel.encode()):
+        raise ProtocolError("an answer that chooses two channels")
+    return Answer(
+        before, _text(address), after, _number(reply), channel, struct.unpack(f"<{len(numbers) // 8}Q", numbers)
+    )
 
 
 class Descriptor(NamedTuple):
     """The lengths of a message's parts, in bytes."""
 
     payloads: list[int]
-    tensors: list[int]
+    tensor: int | None
 
 
 def read_descriptor(frame: bytes) -> Descriptor:
-    reader = Reader(frame)
-    reader.structure(3)
-    metadata = [reader.text()]
-    payloads, tensors = [], []
-    for _ in reader.count(_ARRAY):
-        reader.structure(2)
-        payloads.append(reader.integer())
-        metadata.append(reader.text())
-    for _ in reader.count(_ARRAY):
-        reader.structure(4)
-        tensors.append(reader.integer())
-        reader.cpu()
-        reader.cpu()
-        metadata.append(reader.text())
-    reader.end()
-    if len(payloads) != 4 or any(metadata):
-        raise ProtocolError("a message that is not one of torch RPC")
-    return Descriptor(payloads, tensors)
+    *payloads, tensor = _parts(_DESCRIPTOR, frame, "a message")
+    return Descriptor([_number(part) for part in payloads], None if tensor is None else _number(tensor))
 
 
 def read_memory_address(frame: bytes) -> int:
     """The process that a ``cma`` descriptor names. The address in that process may be any."""
-    reader = Reader(frame)
-    reader.structure(2)
-    process = reader.integer()
-    reader.integer()
-    reader.end()
+    process, _ = (_number(part) for part in _parts(_MEMORY_ADDRESS, frame, "an address"))
     if process >= 1 << 31:
         raise ProtocolError("a number that is no process")
     return process
@@ -244,18 +160,18 @@ _VECTOR = re.compile(
 _ITEM_BYTES = {b"Double": 8, b"Float": 4, b"Half": 2, b"BFloat16": 2, b"Long": 8, b"Int": 4, b"Short": 2, b"Char": 1}
 
 
-def check_tensors(pickle: bytes, lengths: list[int]) -> None:
+def check_tensor(pickle: bytes, length: int | None) -> None:
     """Checks that the pickle describes one plain vector of the announced length, or no tensor if none was announced."""
-    if not lengths:
+    if length is None:
         if pickle != _EMPTY:
             raise ProtocolError("a description of tensors that were not sent")
         return
     found = _VECTOR.fullmatch(pickle)
-    if found is None or len(lengths) != 1:
+    if found is None:
         raise ProtocolError("a tensor that is not one plain vector")
     kind, stored, size = found.groups()
     item_bytes = _ITEM_BYTES.get(kind, 0)
-    if not item_bytes or any(_integer(text) * item_bytes != lengths[0] for text in (stored, size)):
+    if not item_bytes or any(_integer(text) * item_bytes != length for text in (stored, size)):
         raise ProtocolError("a tensor of another size than the bytes that came")
 
 
@@ -290,11 +206,3 @@ def encoded(value: int) -> bytes:
         return bytes([value])
     prefix, layout = next((p, layout) for p, layout in _WIDTHS.items() if value < 1 << (8 * struct.calcsize(layout)))
     return bytes([prefix]) + struct.pack(layout, value)
-
-
-def _cpu_descriptor(reader: Reader) -> None:
-    """A channel's entry for the CPU, and for no other device."""
-    if len(reader.count(_MAP)) != 1:
-        raise ProtocolError("a channel for other devices than the CPU")
-    reader.cpu()
-    reader.text()

@@ -120,7 +120,7 @@ class Pipe:
     def further_all(self):
         """Makes all connections that the answer asks for."""
         self.reply = self.further(self.answer.reply)
-        (registration,) = self.answer.channels["basic"]
+        (registration,) = self.answer.numbers
         self.tensors = self.further(registration)
         return self
 

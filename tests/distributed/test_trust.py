@@ -14,7 +14,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from safetensors import safe_open
 
 from ringmaster_dist.server.members import Sessions
@@ -61,12 +60,6 @@ def test_a_program_with_another_certificate_is_not_trusted(web, tmp_path):
     context.load_cert_chain(tmp_path / "both.pem")
     web.socket = context.wrap_socket(web.socket, server_side=True)
     check_line(work(f"server=127.0.0.1:{web.server_address[1]}", *QUICK_WORKER), 2, "is not a ringmaster server")
-
-
-def test_an_older_server_without_tls_is_not_trusted():
-    """An older version has a torch store at its port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    check_line(work(f"server=127.0.0.1:{store.port}", *QUICK_WORKER), 2, "store of torch without TLS", "ringmaster 0.1")
 
 
 def test_a_worker_retries_a_peer_that_hangs_up():
