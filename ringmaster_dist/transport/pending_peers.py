@@ -67,7 +67,7 @@ class PendingPeer:
         is_whole = len(self.received) >= LENGTH_BYTES + length
         return bytes(self.received[LENGTH_BYTES : LENGTH_BYTES + length]) if is_whole else None
 
-    def read(self, context: ssl.SSLContext | None) -> bool:
+    def read(self, context: ssl.SSLContext | None, buffer: memoryview) -> bool:
         """Reads what has arrived, and begins TLS with the first bytes. Returns False at the end of the stream.
 
         Raises OSError, ProtocolError.
@@ -81,8 +81,8 @@ class PendingPeer:
         self.stream.feed(data)
         if isinstance(self.stream, TlsStream):
             self.has_proven_token = self.has_proven_token or self.stream.handshake()
-        while self.has_proven_token and (piece := self.stream.take()):
-            self.received += piece
+        while self.has_proven_token and (count := self.stream.take(buffer)):
+            self.received += buffer[:count]
         return True
 
 
@@ -96,6 +96,7 @@ class PendingPeers:
         self._selector, self._context, self._seconds = selector, context, handshake_seconds
         self._on_proven = on_proven
         self._silent, self._speaking = _Crowd(most // _SILENT), _Crowd(most - most // _SILENT)
+        self._buffer = memoryview(bytearray(PIECE_BYTES))
         self.refusals = Refusals()
 
     def accept(self, public: socket.socket) -> None:
@@ -121,7 +122,7 @@ class PendingPeers:
         if peer is None:  # it was evicted a moment ago
             return
         try:
-            if not peer.read(self._context):
+            if not peer.read(self._context, self._buffer):
                 self._drop(peer)
             elif peer.has_proven_token:
                 self._on_proven(peer)

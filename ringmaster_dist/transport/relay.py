@@ -37,7 +37,7 @@ class Side:
         self.unsent = bytearray()  # bytes that its peer has not read yet
         self.events = 0  # those that the selector waits for
 
-    def carry(self) -> bool:
+    def carry(self, buffer: memoryview) -> bool:
         """Forwards what has arrived. Returns False at the end of the stream. Raises OSError, ProtocolError."""
         try:
             data = self.stream.socket.recv(PIECE_BYTES)
@@ -46,17 +46,17 @@ class Side:
         if not data:
             return False
         self.stream.feed(data)
-        self.forward_decrypted()
+        self.forward_decrypted(buffer)
         return True
 
-    def forward_decrypted(self) -> None:
+    def forward_decrypted(self, buffer: memoryview) -> None:
         """Forwards all decrypted bytes that the stream has."""
-        while data := self.stream.take():
-            self.forward(data)
+        while count := self.stream.take(buffer):
+            self.forward(buffer[:count])
 
-    def forward(self, data: bytes) -> None:
+    def forward(self, data: memoryview) -> None:
         self.num_bytes += len(data)
-        for piece in self.filter.filter(memoryview(data)):
+        for piece in self.filter.filter(data):
             self.other.unsent += self.other.stream.wrapped(piece)
             self.other.flush()
 
@@ -94,6 +94,7 @@ class Relay:
         self._lock = threading.Lock()  # protects the two above and the three below
         self._closed = False
         self._received = self._sent = 0  # bytes of pairs that have ended
+        self._buffer = memoryview(bytearray(PIECE_BYTES))  # of the one thread
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -171,7 +172,7 @@ class Relay:
                     if events & selectors.EVENT_WRITE:
                         side.flush()
                     reads = events & selectors.EVENT_READ and not side.filter.is_waiting  # others may have used it up
-                    if reads and not side.carry():
+                    if reads and not side.carry(self._buffer):
                         self._drop(pair, side, "")
                     else:
                         self._select(pair)
@@ -189,8 +190,8 @@ class Relay:
             try:
                 for side in pair.sides:
                     side.stream.socket.setblocking(False)
-                pair.outside.forward(pair.first)
-                pair.outside.forward_decrypted()
+                pair.outside.forward(memoryview(pair.first))
+                pair.outside.forward_decrypted(self._buffer)
                 self._select(pair)
             except Exception as error:
                 self._give_up(pair, pair.outside, error)

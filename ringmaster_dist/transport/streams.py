@@ -11,7 +11,7 @@ import socket
 import ssl
 import struct
 import threading
-from typing import Any, NoReturn
+from typing import Any
 
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
@@ -25,7 +25,7 @@ class Stream:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._fed = b""
+        self._fed = memoryview(b"")
 
     def receive_into(self, view: memoryview) -> int:
         """Blocks until bytes arrive and returns their number, which is 0 at the end. Raises OSError."""
@@ -37,12 +37,13 @@ class Stream:
 
     def feed(self, data: bytes | memoryview) -> None:
         """Accepts bytes that were read from the socket."""
-        self._fed += data
+        self._fed = memoryview(bytes(self._fed) + data)
 
-    def take(self) -> bytes:
-        """The next decrypted piece of what was fed, or nothing if the rest of a record is still to come."""
-        data, self._fed = self._fed, b""
-        return data
+    def take(self, view: memoryview) -> int:
+        """Decrypts what was fed, as much as fits. Returns its length, which is 0 if a record is not whole yet."""
+        count = min(len(view), len(self._fed))
+        view[:count], self._fed = self._fed[:count], self._fed[count:]
+        return count
 
     def wrapped(self, data: bytes | memoryview) -> bytes | memoryview:
         """The bytes to write to the socket in order to send the data."""
@@ -89,18 +90,6 @@ class TlsStream(Stream):
         while not self.handshake():
             self._fill()
 
-    def take(self) -> bytes:
-        with self._lock:
-            try:
-                if self._incoming.pending or self._object.pending():
-                    data = self._object.read(PIECE_BYTES) or self._refuse_more()
-                    self._empty_bytes = 0
-                    return data
-            except ssl.SSLWantReadError:  # the rest of a record is still to come
-                pass
-            self._refuse_empty()
-        return b""
-
     def wrapped(self, data: bytes | memoryview) -> bytes:
         with self._lock:
             self._object.write(data)
@@ -108,7 +97,7 @@ class TlsStream(Stream):
 
     def receive_into(self, view: memoryview) -> int:
         try:
-            while not (count := self._decrypt_into(view)):
+            while not (count := self.take(view)):
                 self._fill()
         except (EOFError, ssl.SSLZeroReturnError):
             return 0
@@ -117,29 +106,21 @@ class TlsStream(Stream):
     def send(self, data: bytes | memoryview) -> None:
         self.socket.sendall(self.wrapped(data))
 
-    def _decrypt_into(self, view: memoryview) -> int:
-        """Decrypts as many records as have arrived and fit. OpenSSL returns them one by one."""
+    def take(self, view: memoryview) -> int:
         count = 0
         with self._lock:
-            try:
+            try:  # OpenSSL returns records one by one
                 while count < len(view) and (self._incoming.pending or self._object.pending()):
                     received: Any = self._object.read(len(view) - count, view[count:])  # a number, with a buffer
-                    if not received:
-                        self._refuse_more()
+                    if not received:  # bytes after the end of the TLS stream are not read
+                        raise ConnectionAbortedError("the peer has ended the stream")
                     count += received
                     self._empty_bytes = 0
             except ssl.SSLWantReadError:  # the rest of a record is still to come
                 pass
-            self._refuse_empty()
+            if max(self._empty_bytes, self._outgoing.pending) > _MOST_EMPTY_BYTES:
+                raise ConnectionAbortedError("the peer sends records without content")
         return count
-
-    def _refuse_empty(self) -> None:
-        if max(self._empty_bytes, self._outgoing.pending) > _MOST_EMPTY_BYTES:
-            raise ConnectionAbortedError("the peer sends records without content")
-
-    def _refuse_more(self) -> NoReturn:
-        """The peer has closed the TLS stream. Bytes that it sends after that are not read."""
-        raise ConnectionAbortedError("the peer has ended the stream")
 
     def _fill(self) -> None:
         self._raw = self._raw or memoryview(bytearray(PIECE_BYTES + (PIECE_BYTES >> 4)))  # a piece and its overhead
