@@ -94,10 +94,10 @@ def _explain_recipe(config: Config, overrides: list[str]) -> None:
 
 def _train(overrides: list[str]) -> int:
     """Prepares a run directory, supervises the processes until the run is over, and shows how it ended."""
+    from ringmaster_dist import addresses
     from ringmaster_dist.config.compose import compose, to_typed
     from ringmaster_dist.config.sizes import refuse_too_many_processes
     from ringmaster_dist.runtime.processes import prepare_fork_server
-    from ringmaster_dist.transport import addresses
 
     if not any(word.startswith("resume=") for word in overrides):
         # A mistake is reported before a process is started, and before there is a run directory.

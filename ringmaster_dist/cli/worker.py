@@ -6,12 +6,12 @@ import os
 from argparse import Namespace
 from typing import Any
 
+from ringmaster_dist.addresses import split
 from ringmaster_dist.cli.parser import Parser, number, target_setting, whole
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.config.schema import ServerConfig
 from ringmaster_dist.config.secret import given_token
 from ringmaster_dist.config.sizes import refuse_workers
-from ringmaster_dist.transport.addresses import split
 
 TOKEN_HELP = "the file with the run's token, RUN_DIR/token; or set RINGMASTER_TOKEN_FILE or RINGMASTER_TOKEN"
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ringmaster_dist.addresses import elsewhere, is_loopback, resolve
 from ringmaster_dist.doctor import Finding
 from ringmaster_dist.observe.run_files import RunFiles
-from ringmaster_dist.transport.addresses import elsewhere, is_loopback, resolve
 
 _SHM_BYTES, _DISK_BYTES, _OPEN_FILES = 256 << 20, 2 << 30, 1024
 _FIRST_YEAR = 2025

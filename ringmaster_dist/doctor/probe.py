@@ -9,9 +9,9 @@ from __future__ import annotations
 import socket
 import sys
 
+from ringmaster_dist.addresses import split
 from ringmaster_dist.config.secret import given_token
 from ringmaster_dist.transport import identity
-from ringmaster_dist.transport.addresses import split
 from ringmaster_dist.transport.streams import TlsStream
 
 _SECONDS = 5.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ringmaster_dist.addresses import resolve, split
 from ringmaster_dist.doctor import Finding
 from ringmaster_dist.protocol import Interruptions
 from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable
-from ringmaster_dist.transport.addresses import resolve, split
 from ringmaster_dist.transport.agent import versions
 from ringmaster_dist.transport.client import Client, ask_about, is_ringmaster
 

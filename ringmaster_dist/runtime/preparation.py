@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from ringmaster_dist import devices
+from ringmaster_dist.addresses import elsewhere, is_loopback
 from ringmaster_dist.config.compose import begun_from, compose, continued, same_run, to_typed
 from ringmaster_dist.config.describe import annotated
 from ringmaster_dist.config.errors import UserError, warn
@@ -28,7 +29,6 @@ from ringmaster_dist.runtime.mirror import RemoteRun, fetch, is_url, one_line
 from ringmaster_dist.runtime.placement import local_devices, local_workers, refuse_missing_devices
 from ringmaster_dist.runtime.rehearsal import rehearse
 from ringmaster_dist.runtime.saved_weights import Tensors, chosen_weights, write_initial
-from ringmaster_dist.transport.addresses import elsewhere, is_loopback
 
 if TYPE_CHECKING:
     from ringmaster_dist.problems.nanochat.rows import Rows

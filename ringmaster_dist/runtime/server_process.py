@@ -257,8 +257,8 @@ def _session_key(directory: RunDirectory) -> str:
 
 def _listen(service: Service, config: Config, directory: RunDirectory, token: str) -> Host:
     """Listens at the configured port. Without one, a restarted server takes its earlier port, and another takes any."""
+    from ringmaster_dist.addresses import AddressError, unavailable
     from ringmaster_dist.transport import AuthenticationFailed
-    from ringmaster_dist.transport.addresses import AddressError, unavailable
     from ringmaster_dist.transport.host import Host
 
     settings, update = config.server, service.core.update

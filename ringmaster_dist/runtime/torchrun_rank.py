@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ringmaster_dist.addresses import is_loopback, joined
 from ringmaster_dist.config.build import cache_folder
 from ringmaster_dist.config.compose import compose, to_typed
 from ringmaster_dist.config.errors import UserError
@@ -23,7 +24,6 @@ from ringmaster_dist.observe.closing import Stdout
 from ringmaster_dist.observe.console import LiveTable
 from ringmaster_dist.observe.report import show_summary
 from ringmaster_dist.runtime.preparation import RunIsOver, prepare
-from ringmaster_dist.transport.addresses import is_loopback, joined
 
 _LOOK_SECONDS = 0.05
 

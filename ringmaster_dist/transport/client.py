@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import rpc
 
+from ringmaster_dist.addresses import address_of, joined, split
 from ringmaster_dist.protocol import Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
 from ringmaster_dist.transport import (
     AuthenticationFailed,
@@ -34,7 +35,6 @@ from ringmaster_dist.transport import (
     loopback,
     tensorpipe,
 )
-from ringmaster_dist.transport.addresses import address_of, joined, split
 from ringmaster_dist.transport.message_filter import (
     AllPasses,
     Filter,

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 
+from ringmaster_dist import addresses
 from ringmaster_dist.process_settings import raise_descriptor_limit
-from ringmaster_dist.transport import addresses, agent, identity, loopback
+from ringmaster_dist.transport import agent, identity, loopback
 from ringmaster_dist.transport.gate import Settings
 from ringmaster_dist.transport.streams import shut
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ringmaster_dist.transport.addresses import address_of, joined
+from ringmaster_dist.addresses import address_of, joined
 from ringmaster_dist.transport.streams import PIECE_BYTES, Stream, TlsStream, tune
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ringmaster_dist import devices
+from ringmaster_dist.addresses import split
 from ringmaster_dist.config.errors import UserError
 from ringmaster_dist.process_settings import keep_memory
 from ringmaster_dist.protocol import Device
 from ringmaster_dist.signals import Stopped
 from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable
-from ringmaster_dist.transport.addresses import split
 from ringmaster_dist.transport.client import Client
 from ringmaster_dist.worker.group import Leader, follow, group_of_torchrun
 from ringmaster_dist.worker.job import Job, choice_of_devices, make_job

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from ringmaster_dist import addresses
 from ringmaster_dist.bench.peers import cpu_seconds
-from ringmaster_dist.transport import addresses, client, identity, loopback, tensorpipe
+from ringmaster_dist.transport import client, identity, loopback, tensorpipe
 from ringmaster_dist.transport.streams import TlsStream
 from ringmaster_dist.transport.tensorpipe import framed
 from tests.distributed import attacker

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from ringmaster_dist.transport import addresses
+from ringmaster_dist import addresses
 
 
 def test_the_addresses_of_this_machine_include_loopback():
