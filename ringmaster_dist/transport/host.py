@@ -21,7 +21,7 @@ import torch
 
 from ringmaster_dist import addresses
 from ringmaster_dist.process_settings import raise_descriptor_limit
-from ringmaster_dist.transport import agent, identity, loopback
+from ringmaster_dist.transport import agent, loopback
 from ringmaster_dist.transport.gate import Settings
 from ringmaster_dist.transport.streams import shut
 
@@ -46,7 +46,7 @@ class Host:
     to introduce itself within ``handshake_seconds``. At most ``workers_per_address`` may connect from one address, not
     counting those that this user starts on this machine. If it is ``insecure``, the host serves also where the system
     cannot keep other users of the machine away. Raises OSError or AddressError if the host cannot listen,
-    AuthenticationFailed if the certificate library is missing, and RuntimeError if this torch or kernel is not known.
+    and RuntimeError if this torch or kernel is not known.
     """
 
     def __init__(
@@ -55,8 +55,6 @@ class Host:
         workers_per_address: int = 64,
     ) -> None:  # fmt: skip
         agent.check_assumptions()
-        if tls:
-            identity.require_library()
         self._public = addresses.listen(host, port)
         self.address = addresses.published(host, self._public.getsockname()[1])
         self._counts = {"pipes": 0, "received": 0, "sent": 0, "refused": 0}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import importlib.util
 import os
 import ssl
 
@@ -24,7 +23,7 @@ _BEGIN, _END = datetime.datetime(2000, 1, 1), datetime.datetime(2100, 1, 1)  # s
 
 
 def server_context(token: str) -> ssl.SSLContext:
-    """The TLS context of the server's end. Raises AuthenticationFailed if the certificate library is missing."""
+    """The TLS context of the server's end."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, token, own=SERVER, other=WORKER)
     context.num_tickets = 0  # every connection proves the token, none is resumed
     context.set_alpn_protocols([TUNNEL, ABOUT])
@@ -32,7 +31,7 @@ def server_context(token: str) -> ssl.SSLContext:
 
 
 def worker_context(token: str, purpose: str = TUNNEL) -> ssl.SSLContext:
-    """The TLS context of a worker's end. Raises AuthenticationFailed if the certificate library is missing."""
+    """The TLS context of a worker's end."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, token, own=WORKER, other=SERVER)
     context.set_alpn_protocols([purpose])
     return context
@@ -82,16 +81,7 @@ def _pairs(token: str) -> dict[str, tuple[bytes, bytes]]:
     return {SERVER: _pair(SERVER, seeds[:32]), WORKER: _pair(WORKER, seeds[32:])}
 
 
-def require_library() -> None:
-    """Raises AuthenticationFailed if certificates cannot be made here."""
-    if importlib.util.find_spec("cryptography") is None:
-        raise AuthenticationFailed(
-            "the certificate library is missing: pip install cryptography, or, on loopback, server.tls=false"
-        )
-
-
 def _pair(role: str, seed: bytes) -> tuple[bytes, bytes]:
-    require_library()
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
