@@ -153,7 +153,7 @@ def _say_stopped(directory: RunDirectory, code: int) -> int:
 
     if directory.summary() is None:
         began = directory.size(TRACE) > 0  # the server was about to be restarted
-        resume = f"while the server was down; continue with ringmaster train resume={directory.path}"
+        resume = f"while the server was down; continue with {directory.resume_command}"
         print(f"ringmaster: stopped {resume if began else 'before the run began'}", file=sys.stderr)
         return code
     show_summary(directory, report=False)

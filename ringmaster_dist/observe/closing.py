@@ -70,7 +70,7 @@ def print_summary(console: Console, files: RunFiles, summary: Summary) -> None:
     if workers:
         _print_workers(say, workers, _local_steps(files))
     if summary.ended == STOPPED_BY_USER:
-        again = "" if virtual else f"; continue with ringmaster train resume={files.path}"
+        again = "" if virtual else f"; continue with {files.resume_command}"
         say(f"  stopped early by you{again}")
     say(f"  files: {files.path}")
     say(f"    {', '.join(name for name in _NAMED_FILES if (files.path / name).exists())}")

@@ -108,6 +108,14 @@ class RunFiles:
             raise RunDirectoryError(f"{path} is not the configuration of a run: is {self.path} another program's?")
         return config
 
+    @property
+    def resume_command(self) -> str:
+        """What its user types to resume it. A directory by itself names no code to import and no mirror to write to."""
+        config = self.config()
+        target = config["problem"].get("target") or config["problem"].get("path")
+        named = {"resume": self.path, "target": target, "checkpoint.mirror": config.get("checkpoint", {}).get("mirror")}
+        return " ".join(("ringmaster train", *(f"{key}={value}" for key, value in named.items() if value)))
+
     def summary(self) -> Summary | None:
         """None before the run has ended, and for a file that holds no summary."""
         try:

@@ -157,6 +157,7 @@ def test_the_server_proves_the_token_too(run):
 TENSOR = b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](ctorch._utils\n_rebuild_tensor_v2\nq\x01((X\x07\x00\x00\x00storageq\x02ctorch\nDoubleStorage\nq\x03X\x01\x00\x00\x000q\x04X\x03\x00\x00\x00cpuq\x05%stQq\x06%s(%st(%st\x89ccollections\nOrderedDict\nq\x07)RtRq\x08etR."  # noqa: E501
 DIM = 50  # of the run: a gradient has 400 bytes
 
+_DIFFERS = "differs from what torch writes"
 # What a holder of the token sends after its brochure, and the words with which it is cut off.
 MESSAGES = {
     "an operator by name": (message(b"\x80\x02.", kind=0x100), "type 0x00000100"),
@@ -165,13 +166,13 @@ MESSAGES = {
     "an autograd context": (message(kind=0x10B), "type 0x0000010b"),
     "a call with autograd": (message(kind=0x10E), "type 0x0000010e"),
     "a reply to a call nobody made": (message(kind=0x203), "type 0x00000203"),
-    "a tensor of a terabyte": (framed(descriptor([4, 8, 5, 200], [10**12])), "where the model needs one of 400"),
-    "a tensor of one byte more": (framed(descriptor([4, 8, 5, 200], [401])), "where the model needs one of 400"),
-    "two tensors": (framed(descriptor([4, 8, 5, 200], [8, 8])), "where the model needs one of 400"),
-    "a tensor for another device": (framed(descriptor([4, 8, 5, 200], [8], b"cuda")), "not in the memory of the CPU"),
+    "a tensor of a terabyte": (framed(descriptor([4, 8, 5, 200], [10**12])), "where the model needs 400"),
+    "a tensor of one byte more": (framed(descriptor([4, 8, 5, 200], [401])), "where the model needs 400"),
+    "two tensors": (framed(descriptor([4, 8, 5, 200], [8, 8])), _DIFFERS),
+    "a tensor for another device": (framed(descriptor([4, 8, 5, 200], [8], b"cuda")), _DIFFERS),
     "a call of a gigabyte": (framed(descriptor([4, 8, 1 << 30, 47])), "a message of 1073741824 bytes"),
     "a call of 20 kB": (message(b"\x00" * 20_000), "a message of 20000 bytes"),
-    "five payloads": (framed(descriptor([4, 8, 5, 47, 9])), "not one of torch RPC"),
+    "five payloads": (framed(descriptor([4, 8, 5, 47, 9])), _DIFFERS),
     "a long message type": (framed(descriptor([4000, 8, 5, 47])), "not one of torch RPC"),
     "a payload that is longer than announced": (
         framed(descriptor([4, 8, 5, 47])) + framed(b"12345"),
@@ -185,9 +186,9 @@ MESSAGES = {
     "an empty call": (message(call=b""), "an empty message or tensor"),
     "a device in a wide number": (
         framed(descriptor([4, 8, 5, 188], [400]).replace(b"cpu\x00", b"cpu\x80\x00")),
-        "in another way than torch does",
+        _DIFFERS,
     ),
-    "a second greeting": (framed(b"\xb8\x00\xb9\x01\xbd\x03abc"), "without 0xb9"),
+    "a second greeting": (framed(b"\xb8\x00\xb9\x01\xbd\x03abc"), _DIFFERS),
     "a tensor that was not sent": (message(pickle=TENSOR % (b"K\x01", b"K\x00", b"K\x01", b"K\x01")), "not sent"),
     "a pickle of something else": (message(pickle=b"\x80\x02cposix\nsystem\n."), "tensors that were not sent"),
 }

@@ -97,13 +97,14 @@ def test_a_call_that_comes_before_the_answer_ends_the_connection(tmp_path):
 @pytest.mark.alone
 def test_a_holder_of_the_token_stops_nobody(tmp_path):
     """It comes from another address, with as many workers as it may, reads no reply, joins, and sends half tensors."""
-    with Run(tmp_path / "run", *LONG, f"problem.dim={DIM}", "method=asynchronous", "cluster.unit_seconds=0.05") as run:
+    with Run(tmp_path / "run", *LONG, f"problem.dim={DIM}", "method=asynchronous", "cluster.unit_seconds=0.1") as run:
         until(lambda: run.version() > 20, "the run is on")
         run.address, run.token = ((tmp_path / "run" / name).read_text() for name in ("address", "token"))
         usual, size = pace(run, 10), memory(run)
         holders, stop, most = [], threading.Event(), [0]
 
         def attack():
+            os.setpriority(os.PRIO_PROCESS, 0, 19)  # of this thread: its machine is another one
             while not stop.is_set():
                 try:
                     if len(holders) < 70:
@@ -129,7 +130,7 @@ def test_a_holder_of_the_token_stops_nobody(tmp_path):
             f"updates per second: {usual:.1f}, attacked {attacked:.1f}; memory {size >> 20} MB, at most {most[0] >> 20}"
         )
         assert most[0] < 1.3 * size
-        assert attacked > 0.75 * usual  # the attacker computes on the same cores
+        assert attacked > 0.9 * usual
         run.process.terminate()
         check_finished(run, attacked=True)
 

@@ -85,17 +85,6 @@ def test_mistakes_of_a_worker_are_reported(arguments, words, monkeypatch):
     check_line(ringmaster("worker", *arguments), 2, words)
 
 
-def test_a_missing_certificate_library_is_reported(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util as u\nf = u.find_spec\n"
-        "u.find_spec = lambda name, *more: None if name == 'cryptography' else f(name, *more)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    check_line(work("server=127.0.0.1:1", PYTHONPATH=path), 2, "pip install cryptography")
-    train = work(f"run.dir={tmp_path}/run", module="ringmaster_dist train", PYTHONPATH=path)
-    check_line(train, 2, "pip install cryptography")
-
-
 def test_plain_text_on_loopback_works_if_both_ends_use_it(tmp_path):
     """If only one end uses plain text, the worker does not join."""
     with Run(tmp_path / "run", *LONG, "server.tls=false") as run:

@@ -147,7 +147,9 @@ def test_shards_become_a_corpus(server, tmp_path):
 def test_a_shard_that_expands_without_end_is_refused(tmp_path, monkeypatch):
     """A few bytes can stand for thousands of rows that share one long text, or for one group of any size."""
     path = tmp_path / "bomb.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * (16 << 20)] * 500}), path, compression="zstd")
+    texts = pyarrow.DictionaryArray.from_arrays([0] * 500, ["x" * (16 << 20)])
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, path, compression="zstd", dictionary_pagesize_limit=64 << 20)
     assert path.stat().st_size < 100_000
     tracemalloc.start()
     texts = corpus.documents(corpus.Source(path, path.name, False))

@@ -137,7 +137,9 @@ def test_joins_and_leaves_are_told_once(tmp_path):
 
 
 def test_the_closing_table_is_measured_and_says_how_to_resume(tmp_path):
-    (tmp_path / "config.yaml").write_text("method: {}\nproblem: {}\ncluster: {}\nlocal: {steps: 8}\n")
+    (tmp_path / "config.yaml").write_text(
+        "{method: {}, problem: {target: 'own:make'}, cluster: {}, local: {steps: 8}, checkpoint: {mirror: 's3://b'}}"
+    )
     (tmp_path / "members.jsonl").write_text(member(0, 0) + member(1, 0))
     first = WorkerSummary(accepted=3, base_seconds=9.0, gradient_seconds=1.0, interrupted=2, device="cpu")
     second = WorkerSummary(accepted=1, base_seconds=9.0, gradient_seconds=2.0, device="cpu")
@@ -148,6 +150,9 @@ def test_the_closing_table_is_measured_and_says_how_to_resume(tmp_path):
     shown = screen.getvalue()
     assert "on 1 real worker (1 restarted), each at its own speed" in shown
     assert "s/push is the measured time of 8 local steps" in shown
-    assert f"stopped early by you; continue with ringmaster train resume={tmp_path}" in shown
+    assert (
+        f"stopped early by you; continue with ringmaster train resume={tmp_path} target=own:make checkpoint.mirror=s3://b"
+        in shown
+    )
     row = next(text.split() for text in shown.splitlines() if " cpu " in text)
     assert row[:6] == ["0", "cpu", "1.25", "4", "0", "2"]

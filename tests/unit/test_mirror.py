@@ -326,7 +326,7 @@ def test_a_url_that_cannot_be_used_is_one_line(url, words, tmp_path):
         ("resume", [f"resume={url}", f"run.dir={new}"]),
         ("checkpoint.mirror", [f"checkpoint.mirror={url}", f"run.dir={new}", "resume=auto"]),
         ("checkpoint.mirror", [f"checkpoint.mirror={url}", f"run.dir={new}"]),
-        ("checkpoint.mirror", [f"resume={old}"]),
+        ("checkpoint.mirror", [f"resume={old}", f"checkpoint.mirror={url}"]),
     ):
         with pytest.raises(UserError) as raised:
             prepare(overrides)
