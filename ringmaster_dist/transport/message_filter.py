@@ -29,6 +29,7 @@ _MOST_RESULT_BYTES = 1 << 20  # the largest result, a welcome, has the run's con
 _MOST_SMALL_BYTES = 1 << 12  # brochures, descriptors
 _ANNOUNCED_SECONDS = 60.0  # a tensor's bytes wait this long for the announcement on the other connection
 _NO_LIMIT = float("inf")
+_OVER = -1  # in place of an announced length
 _MOST_TENSORS = 2  # of calls of one worker at a time; a worker has one, which may just have passed
 _MOST_UNANSWERED = 16  # calls of one worker; a worker makes one at a time, and polls meanwhile
 _LEAST_BYTES_A_SECOND, _GRACE_SECONDS = 1 << 15, 30.0  # a tensor that is slower than both together is given up
@@ -81,9 +82,12 @@ class Flow:
     def next_announced(self) -> int:
         """The length of the next tensor. Blocks, since the announcement travels on another connection."""
         try:
-            return self._announced.get(timeout=_ANNOUNCED_SECONDS)
+            length = self._announced.get(timeout=_ANNOUNCED_SECONDS)
         except queue.Empty:
             raise ProtocolError("a tensor that was not announced") from None
+        if length == _OVER:
+            raise ConnectionAbortedError("the connection for calls has ended")
+        return length
 
     @property
     def num_on_way(self) -> int:
@@ -102,7 +106,8 @@ class Flow:
             return float("inf")
 
     def end(self) -> None:
-        """The pipe has ended, and with it the tensors on their way."""
+        """The pipe has ended, and with it the tensors on their way. A thread that waits for the next one is woken."""
+        self._announced.put(_OVER)
         while self._deadlines:
             self.passed()
 

@@ -24,6 +24,7 @@ from ringmaster_dist.transport.relay import Pair, Relay, Side
 from ringmaster_dist.transport.streams import Stream, TlsStream
 from ringmaster_dist.transport.tensorpipe import ProtocolError, framed
 from tests.distributed.attacker import CALL, descriptor, message, number
+from tests.distributed.processes import until
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # As torch 2.13 wrote them between two processes of one machine, and between two machines.
@@ -347,6 +348,23 @@ def test_what_one_address_has_on_its_way_and_joins_is_bounded():
         share.join()
     with pytest.raises(ProtocolError, match="more joins"):
         share.join()
+
+
+def test_a_connection_for_tensors_ends_with_the_one_for_calls():
+    """Its thread waits for an announcement. A peer that comes and goes would otherwise leave any number of threads."""
+    pipe, reasons = Pipe("w", 400, sends_tensors=True), []
+    outside, inside = socket.socketpair(), socket.socketpair()
+    pair = Pair(
+        Side(Stream(outside[1]), TensorFilter(pipe.calls)), Side(Stream(inside[1]), AllPasses()), reasons.append
+    )
+    relay = Relay()
+    relay.add(pair, big=True)
+    outside[0].sendall(framed(bytes(400)))
+    inside[0].settimeout(60)
+    pipe.calls.end()
+    assert inside[0].recv(1) == b""
+    until(lambda: reasons == [""] and not relay.num_open, "the pair has ended")
+    relay.close()
 
 
 def test_a_call_before_the_servers_answer_is_refused():
