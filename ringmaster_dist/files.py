@@ -23,10 +23,13 @@ def to_disk(path: Path) -> None:
 
 
 def open_private(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """`open` for a file that only its owner may read and write. An existing file gets these rights too."""
+    """`open` for a file that only its owner may read and write. An existing file gets these rights too.
+
+    Raises OSError for a link, because it may lead to a file of another purpose.
+    """
 
     def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags, 0o600)
+        descriptor = os.open(name, flags | os.O_NOFOLLOW, 0o600)
         os.fchmod(descriptor, 0o600)
         return descriptor
 
@@ -44,6 +47,6 @@ def sha256_of(path: Path) -> str:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on the file: one process enters, and the others wait. The file is not removed."""
-    with path.open("w") as file:
+    with open_private(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -4,6 +4,7 @@ what is here, no links to other places, and no size that their own bytes do not 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,31 @@ def refuse_interpolations(values: Any) -> None:
         raise ValueError(f"it refers to something else ({values[:80]!a}), and would have to be resolved here")
     for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
         refuse_interpolations(value)
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises ValueError if a folder has a link in it: what is written there would be written elsewhere."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link: a directory that is written to has to be without links")
+
+
+# Keys of a run directory that decide who is reached and who may reach this machine, with the values that are harmless.
+_REACHING = {
+    "checkpoint": {"mirror": None},
+    "server": {"host": "127.0.0.1", "tls": True, "insecure": False},
+    "logger": {"name": "none", "project": "ringmaster", "entity": None, "artifacts": False},
+}
+
+
+def reaching(config: Mapping[str, Any]) -> dict[str, str]:
+    """The keys by which a configuration reaches beyond this machine, and their values as a user types them."""
+    return {
+        f"{section}.{key}": str(config[section][key]).replace("True", "true").replace("False", "false")
+        for section, harmless in _REACHING.items()
+        for key, value in harmless.items()
+        if config.get(section, {}).get(key, value) != value
+    }
 
 
 def inside(folder: Path, name: str) -> Path:

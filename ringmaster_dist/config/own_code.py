@@ -16,11 +16,12 @@ import torch
 
 import ringmaster_dist
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.schema import CHECKOUT, Config
+from ringmaster_dist.config.schema import CHECKOUT, Config, DataConfig
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
 from ringmaster_dist.problems.seeding import seeded
 
+A_WORKER = "a worker"
 _PACKAGE = str(Path(ringmaster_dist.__file__).parent) + os.sep
 _NEEDED = ("parameters", "dtype", "objective", "quick_to_evaluate", "bind", "initial", "gradient", "evaluate")
 
@@ -44,8 +45,12 @@ def reported_once(source: str, what: str) -> Iterator[None]:
 def allow(config: Config, target: str, who: str = "this command") -> None:
     """Raises UserError if the configuration needs code that ``target``, which the user has given, does not allow.
 
-    A configuration may come from somebody else. A checkout is taken from where the user says that it is.
+    A configuration may come from somebody else. A checkout is taken from where the user says that it is. Data is kept
+    in the cache of this machine. What a directory has, and not a server, is downloaded from the usual place only.
     """
+    config.data.cache = None
+    if who != A_WORKER:
+        config.data.url = DataConfig().url
     if config.problem.name == CHECKOUT:
         if not target:
             raise UserError(

@@ -23,7 +23,7 @@ import yaml
 from safetensors import SafetensorError
 
 from ringmaster_dist.errors import Mistake
-from ringmaster_dist.foreign import inside, plain_yaml
+from ringmaster_dist.foreign import inside, plain_yaml, reaching
 from ringmaster_dist.observe.records import VERDICTS, Arrival, Member, MetricsRow, Summary, Term, parse
 
 CONFIG, TRACE, METRICS, SUMMARY = "config.yaml", "trace.jsonl", "metrics.jsonl", "summary.json"
@@ -110,11 +110,11 @@ class RunFiles:
 
     @property
     def resume_command(self) -> str:
-        """What its user types to resume it. A directory by itself names no code to import and no mirror to write to."""
+        """What its user types to resume it. The directory alone decides neither what is imported nor who is reached."""
         config = self.config()
         target = config["problem"].get("target") or config["problem"].get("path")
-        named = {"resume": self.path, "target": target, "checkpoint.mirror": config.get("checkpoint", {}).get("mirror")}
-        return " ".join(("ringmaster train", *(f"{key}={value}" for key, value in named.items() if value)))
+        named = {"resume": self.path, **({"target": target} if target else {}), **reaching(config)}
+        return " ".join(("ringmaster train", *(f"{key}={value}" for key, value in named.items())))
 
     def summary(self) -> Summary | None:
         """None before the run has ended, and for a file that holds no summary."""

@@ -101,6 +101,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _write_whole(path: Path, save: Callable[[Path], object]) -> None:
     """Writes the file whole or not at all. Raises OSError."""
     temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)  # a link would be followed
     try:
         save(temporary)
         temporary.replace(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from ringmaster_dist.config.profile_file import measured_times, warn_about_times
 from ringmaster_dist.config.schema import TEXT_PROBLEMS, Config
 from ringmaster_dist.config.secret import servers_token
 from ringmaster_dist.config.sizes import refuse_too_many_processes, warn_about_many_processes
+from ringmaster_dist.foreign import reaching, refuse_links
 from ringmaster_dist.observe.console import ProgressLine
 from ringmaster_dist.observe.records import Summary
 from ringmaster_dist.observe.run_directory import RunDirectory
@@ -57,7 +59,9 @@ def prepare(overrides: list[str], program: str = "ringmaster train") -> tuple[Co
     if resumes:  # the directory may come from somebody else
         allow(config, _given("target", named), "ringmaster train resume=")
         composed.problem.path = config.problem.path
-        _refuse_unnamed_mirror(config, named, fetched)
+        if "data" in composed:
+            composed.data.cache, composed.data.url = None, config.data.url
+        _refuse_unnamed(config, named, fetched)
     _refuse_what_only_a_simulation_can(config)
     refuse_too_many_processes(config)
     _warn_about_loopback(config)
@@ -135,16 +139,20 @@ def _refuse_used_mirror(config: Config, *own: str | None) -> None:
         raise UserError(f"checkpoint.mirror={url} already holds a run: resume it with resume={url}, or choose another")
 
 
-def _refuse_unnamed_mirror(config: Config, overrides: list[str], fetched: str) -> None:
-    """Raises UserError if a directory, which may come from somebody else, would send the run to a place of its choice.
+def _refuse_unnamed(config: Config, overrides: list[str], fetched: str) -> None:
+    """Raises UserError if a directory, which may come from somebody else, reaches what the user has not named.
 
     ``fetched`` is the URL that this call has copied the run from.
     """
-    url = config.checkpoint.mirror
-    if url and url not in (fetched, _given("checkpoint.mirror", overrides)):
+    reached = reaching(asdict(config))
+    if reached.get("checkpoint.mirror") == fetched:
+        del reached["checkpoint.mirror"]
+    unnamed = [key for key in reached if not _given(key, overrides)]
+    if unnamed:
+        words = " ".join(f"{key}={reached[key]}" for key in unnamed)
         raise UserError(
-            f"the run in {config.run.dir} copies itself to {url}: if that place is yours, add checkpoint.mirror={url}, "
-            "else add checkpoint.mirror=null"
+            f"the run in {config.run.dir} reaches other machines, and a directory may come from somebody else: if you "
+            f"want that, add {words}, else give other values to these keys"
         )
 
 
@@ -154,14 +162,19 @@ def _reopened(config: Config, path: Path, token: str, fetched: str, *, asked: bo
     ``fetched`` is the URL that this call has copied the run from, if any. ``asked`` says whether the user has named
     the directory (not resume=auto).
     """
+    try:
+        refuse_links(path)
+    except ValueError as error:
+        raise UserError(f"resume={path}: {error}") from error
     directory = RunDirectory.opened(path)
     directory.refuse_if_in_use()
     _refuse_if_used_up(config, directory, asked=asked)
     _refuse_used_mirror(config, fetched, directory.config().get("checkpoint", {}).get("mirror"))
     _try(config)
-    if token or not directory.read("token"):
+    if token or asked or not directory.read("token"):
         directory.write_secret("token", token or secrets.token_hex(16))
-    for name in (SUMMARY, FINAL, SAMPLE):  # they describe the run up to its last stop
+    # Of the run up to its last stop; and what the maker of a directory would know, if that is somebody else.
+    for name in (SUMMARY, FINAL, SAMPLE, *(("sessions", "address") if asked else ())):
         (directory.path / name).unlink(missing_ok=True)
     return directory
 

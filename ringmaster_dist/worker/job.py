@@ -12,7 +12,7 @@ from ringmaster_dist import devices
 from ringmaster_dist.config.build import build_fingerprint, build_layout, build_problem, build_wire, rows_of
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
-from ringmaster_dist.config.own_code import allow
+from ringmaster_dist.config.own_code import A_WORKER, allow
 from ringmaster_dist.config.profile_file import cluster_seconds
 from ringmaster_dist.errors import Mistake
 from ringmaster_dist.problems import Problem
@@ -54,8 +54,7 @@ def make_job(config_text: str, slot: int, target: str = "", device: str = "") ->
     Raises UserError for another target, and for a device that this machine does not have.
     """
     config = from_yaml(config_text)
-    allow(config, target, "a worker")
-    config.data.cache = None  # a server does not choose where this machine writes
+    allow(config, target, A_WORKER)
     torch.set_num_threads(config.cluster.threads)  # several workers share a machine; bits depend on this number
     device = device_of(slot, device)
     problem = build_problem(config, device, rows_of(config, slot))

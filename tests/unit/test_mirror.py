@@ -297,7 +297,7 @@ def test_a_resumed_run_refuses_the_url_of_another_run(tmp_path):
     for overrides in ([a], auto, [f"resume={moved}", f"run.dir={tmp_path}/b"]):
         with pytest.raises(UserError, match=f"checkpoint.mirror={other} already holds a run"):
             prepare([*overrides, f"checkpoint.mirror={other}"])
-    with pytest.raises(UserError, match=f"copies itself to {own}: if that place is yours, add checkpoint.mirror={own}"):
+    with pytest.raises(UserError, match=f"if you want that, add checkpoint.mirror={own}, else"):
         prepare([a])  # the directory may come from somebody else
     for overrides, mirror in (
         ([a, f"checkpoint.mirror={own}"], own),

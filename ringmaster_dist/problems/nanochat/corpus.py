@@ -229,7 +229,7 @@ def fetch(
     """
     if _is_whole(path, digest):
         return path
-    path.parent.mkdir(0o755, parents=True, exist_ok=True)
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
     with locked(path.with_name(f".{path.name}.lock")):
         if _is_whole(path, digest):
             return path

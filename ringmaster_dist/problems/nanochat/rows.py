@@ -156,10 +156,10 @@ def prepare(recipe: Recipe, progress: Progress = lambda fraction, text: None) ->
     folder, cache = recipe.folder(), recipe.cache
     if (folder / "manifest.json").exists():
         return Rows(folder)
-    cache.mkdir(0o755, parents=True, exist_ok=True)
+    cache.mkdir(0o700, parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))
     try:
-        temporary.chmod(0o755)  # other users may read the prepared corpus
+        temporary.chmod(0o755)  # if the cache is shared, other users may read the prepared corpus
         _write(temporary, recipe, progress)
         for path in (*temporary.iterdir(), temporary):
             to_disk(path)
