@@ -52,7 +52,7 @@ def refuse_links(folder: Path) -> None:
 
 
 # Keys of a run directory that decide who is reached and who may reach this machine, with the values that are harmless.
-_REACHING = {
+_REACHING: dict[str, dict[str, Any]] = {
     "checkpoint": {"mirror": None},
     "server": {"host": "127.0.0.1", "tls": True, "insecure": False},
     "logger": {"name": "none", "project": "ringmaster", "entity": None, "artifacts": False},

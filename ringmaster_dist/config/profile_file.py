@@ -24,6 +24,7 @@ _TIMED = {
     "python": ("target", "args"),
 }
 _SHOWN_DIFFERENCES = 3
+_MOST_LETTERS = 1 << 24  # of a file
 
 
 class Profile(NamedTuple):
@@ -54,7 +55,8 @@ class Profile(NamedTuple):
 def read_profile(path: Path, option: str = "cluster.profile_file") -> Profile:
     """Raises `UserError`, with the name of the option, if ``ringmaster profile`` has not written the file."""
     try:
-        profile = Profile(path, json.loads(path.read_text()))
+        with path.open() as file:
+            profile = Profile(path, json.loads(file.read(_MOST_LETTERS)))
         times, is_whole = profile.seconds, isinstance(profile.settings, dict)
     except OSError as error:
         raise UserError(f"{option}={path} cannot be read ({error.strerror})") from error

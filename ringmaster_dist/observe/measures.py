@@ -12,13 +12,16 @@ from ringmaster_dist.observe.records import VERDICTS
 from ringmaster_dist.observe.run_files import Trace
 
 ACCEPTED, STALE, INVALID = range(len(VERDICTS))  # as in the columns of a trace
+_MOST_LOSS = 1e30
 _LOSS_WEIGHT = 0.05  # of the newest loss in the smoothed one
 _FIRST_FORECAST = 0.01  # of the budget: before that, the end is not predicted
 _TAU_WEIGHT = 0.1  # of the newest compute time in a worker's seconds per gradient
 
 
 def smoothed_loss(before: float | None, loss: float) -> float:
-    """The loss of accepted gradients, exponentially smoothed."""
+    """The loss of accepted gradients, exponentially smoothed. A huge number does not make it infinite for good."""
+    if math.isfinite(loss):
+        loss = max(-_MOST_LOSS, min(_MOST_LOSS, loss))
     return loss if before is None else before + _LOSS_WEIGHT * (loss - before)
 
 

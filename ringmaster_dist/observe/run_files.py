@@ -47,6 +47,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "rows": np.int64,
 }
 _OPTIONAL = ("loss", "rows")  # a line may have no such number
+_MOST_WORKERS = 1 << 22  # of a trace
 
 
 T = TypeVar("T")
@@ -299,13 +300,18 @@ class Trace:
         holes = sum(table[name].null_count for name in (*_COLUMNS, "verdict") if name not in _OPTIONAL)
         if holes or not VERDICTS.keys() >= set(texts):
             raise self._damaged(block)
+        versions, workers = table["version"].to_numpy(), table["worker"].to_numpy()
+        are_more = (versions < 0) | (versions > len(self) + np.arange(len(versions)))  # than one for each line
+        if are_more.any() or (workers < 0).any() or (workers > _MOST_WORKERS).any():  # they would take any memory
+            raise self._damaged(block, int(np.argmax(are_more | (workers < 0) | (workers > _MOST_WORKERS))))
         places = np.array([list(VERDICTS).index(text) for text in texts], dtype=np.int8)
         self._pieces["verdict"].append(places[codes.indices.to_numpy()] if len(places) else places)
         for name, kind in _COLUMNS.items():
             column = table[name].fill_null(0) if name == "rows" else table[name]
             self._pieces[name].append(column.to_numpy().astype(kind, copy=False))
 
-    def _damaged(self, block: bytes) -> RunDirectoryError:
+    def _damaged(self, block: bytes, known: int = 0) -> RunDirectoryError:
+        """``known`` is a line that cannot be true, if all lines can be read."""
         lines = block.splitlines()
         for index, line in enumerate(lines):
             try:
@@ -316,7 +322,7 @@ class Trace:
             except _NO_RECORD:
                 pass
             return _damaged(self._file.path, len(self) + index + 1, line)
-        return _damaged(self._file.path, len(self) + 1, lines[0])
+        return _damaged(self._file.path, len(self) + known + 1, lines[known])
 
 
 class Recording:

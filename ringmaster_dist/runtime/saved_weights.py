@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import NamedTuple
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from safetensors import SafetensorError
@@ -152,6 +153,7 @@ def _of_nanochat(path: Path) -> Path | None:
 def _read_nanochat(path: Path) -> Tensors:
     """Nothing but tensors is unpickled. A compiled model has saved its names with a prefix."""
     try:
+        _refuse_expanding(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         (reason, *_) = str(error).splitlines() or [type(error).__name__]
@@ -159,6 +161,19 @@ def _read_nanochat(path: Path) -> Tensors:
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise UserError(f"init={path} is not a checkpoint of nanochat: it has to hold tensors by name")
     return {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
+
+
+def _refuse_expanding(path: Path) -> None:
+    """Raises ValueError if a file of torch.save stands for more bytes than it has."""
+    try:
+        with ZipFile(path) as archive:
+            for part in archive.infolist():
+                if part.compress_type != ZIP_STORED:
+                    raise ValueError(f"{part.filename} in it is compressed")
+                if part.filename.endswith("data.pkl") and b"bytearray" in archive.read(part):
+                    raise ValueError("it holds other things than tensors")
+    except BadZipFile as error:
+        raise ValueError("it is not a file of torch.save") from error
 
 
 def _refuse_other_frozen(problem: Problem, iterate: torch.Tensor, tensors: Tensors) -> None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-_MOST_INVALID = 30  # gradients in a row, of all workers: this is not the fault of one worker
+_MOST_INVALID = 30  # gradients in a row, if every worker has sent some: this is not the fault of one worker
 _SAME_PORT_SECONDS = 5.0  # a restarted server tries this long to get its port back
 
 
@@ -174,7 +174,7 @@ class _Monitor:
         if due:
             self._next_evaluation = core.version + self._config.eval.every
         self.record((self.evaluate() if due else None) or {})
-        if num_invalid and (self.divergence.is_hopeless or num_invalid >= _MOST_INVALID):
+        if num_invalid and service.all_are_invalid and (self.divergence.is_hopeless or num_invalid >= _MOST_INVALID):
             log.warning("server v=%d: no gradient is a finite number any more: the run is ended", core.version)
             self.divergence.give_up()
             service.end()

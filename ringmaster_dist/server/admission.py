@@ -14,6 +14,13 @@ _MOST_SLOTS = 1_000_000
 _MOST_RANKS = 1_000
 
 
+def unfit(slot: int, ranks: int) -> str:
+    """Says why there is no such seat. Empty if there is."""
+    if not 0 <= slot < _MOST_SLOTS:
+        return f"slot {slot} is not a place of a delay profile: 0 to {_MOST_SLOTS - 1}"
+    return "" if 1 <= ranks <= _MOST_RANKS else f"{ranks} ranks are not a group: 1 to {_MOST_RANKS}"
+
+
 class Admission:
     def __init__(self, token: str, expected_workers: int, start_seconds: float, clock: Callable[[], float]) -> None:
         """The run starts when ``expected_workers`` wait, or ``start_seconds`` after the first of them joined."""
@@ -30,11 +37,7 @@ class Admission:
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             log.warning("a join with a wrong token was refused")
             return "the token is not that of this run"
-        if not -1 <= request.slot < _MOST_SLOTS:
-            return f"slot {request.slot} is not a place of a delay profile: 0 to {_MOST_SLOTS - 1}"
-        if not 1 <= request.ranks <= _MOST_RANKS:
-            return f"{request.ranks} ranks are not a group: 1 to {_MOST_RANKS}"
-        return ""
+        return unfit(0 if request.slot == -1 else request.slot, request.ranks)
 
     def note_join(self) -> None:
         if self._first_join is None:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ringmaster_dist.files import sha256_of, to_disk
+from ringmaster_dist.server.admission import unfit
 from ringmaster_dist.server.core import CoreState
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,12 @@ class CheckpointState:
 
     @classmethod
     def from_file(cls, tensors: Mapping[str, torch.Tensor], text: str) -> CheckpointState:
-        """Raises KeyError if a part is missing."""
+        """Raises KeyError if a part is missing, and ValueError for a member that cannot be one."""
         values = {**json.loads(text), **tensors}
         service = values["service"]
+        for _, _, slot, _, _, _, _, _, _, ranks, _ in service["workers"]:
+            if wrong := unfit(slot, ranks):
+                raise ValueError(wrong)
         kept = [field.name for field in fields(CoreState) if field.name in values or field.default is MISSING]
         core = CoreState(**{name: values[name] for name in kept})
         return cls(core, service["seconds"], service["ended"], service["workers"], values["files"])

@@ -156,9 +156,7 @@ class Members:
 
     def restore(self, rows: Iterable[list[Any]], *, ended: bool) -> None:
         """Takes over the members of an earlier term, which will call again. If the run had ended, they have left."""
-        for worker, session, slot, num, seconds, used, wasted, *rest in rows:
-            unknown: list[Any] = ["", "", 1, ""]  # of an earlier version
-            name, title, ranks, host = [*rest, *unknown[len(rest) :]]
+        for worker, session, slot, num, seconds, used, wasted, name, title, ranks, host in rows:
             seat = Seat(slot, Device(name, title), ranks, host)
             self.by_worker[worker] = Member(session, seat, Interruptions(num, seconds), used, wasted)
             self._leases.renew(worker)

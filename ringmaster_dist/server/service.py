@@ -270,6 +270,12 @@ class Service:
                 workers=workers,
             )
 
+    @property
+    def all_are_invalid(self) -> bool:
+        """Whether the newest gradient of every worker was invalid."""
+        with self._lock:
+            return all(self.workers[worker].invalid_in_a_row for worker in self.core.live)
+
     def keep_next_update(self) -> None:
         """Releases the update that `measure` has given, and keeps the next one."""
         with self._lock:

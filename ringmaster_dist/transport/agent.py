@@ -92,6 +92,7 @@ def leave(session: str) -> None:
 # --- the restricted unpickler ----------------------------------------------------------------------------------------
 
 _CALLS = {function.__name__: function for function in (join, fetch, push, await_stale, leave)}
+_NUM_ARGUMENTS = {"join": 1, "fetch": 4, "push": 2, "await_stale": 3, "leave": 1}
 _SENT_BY_WORKERS = ("JoinRequest", "Device", "Push", "Interruptions")
 _SENT_BY_SERVER = ("Welcome", "Reply", "Staleness", "Snapshot", "Receipt", "Verdict")
 # The errors that a result may carry. A worker makes them from a text alone.
@@ -103,6 +104,7 @@ _INSTRUCTIONS = frozenset(
     BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS
     EMPTY_DICT""".split()  # noqa: SIM905
 )
+_MOST_REASON = 500  # letters
 _MOST_BYTES = 1 << 20  # the longest message is a welcome, with the run's configuration
 
 
@@ -116,17 +118,19 @@ class RestrictedUnpickler(pickle.Unpickler):
     """Checks all instructions of a message before it executes the first. The two roles are below."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        message = file.read(_MOST_BYTES + 1)
-        if len(message) > _MOST_BYTES:
+        self._message = file.read(_MOST_BYTES + 1)
+        super().__init__(io.BytesIO(self._message))
+
+    def load(self) -> Any:
+        if len(self._message) > _MOST_BYTES:
             raise pickle.UnpicklingError(f"refused: a message of more than {_MOST_BYTES} bytes")
         try:
-            for instruction, _, _ in pickletools.genops(message):
+            for instruction, _, _ in pickletools.genops(self._message):
                 if instruction.name not in _INSTRUCTIONS:
                     raise pickle.UnpicklingError(f"refused: a message with the instruction {instruction.name}")
         except ValueError as error:
             raise pickle.UnpicklingError(f"refused: a message that is not a pickle ({error})") from error
-        super().__init__(io.BytesIO(message))
-        self._message = message
+        return super().load()
 
     def find_class(self, module: str, name: str) -> Any:
         if module == internal.__name__ and name == "_InternalRPCPickler":
@@ -155,10 +159,18 @@ class ServersUnpickler(RestrictedUnpickler):
         return _tensor_receiver if (module, name) == ("builtins", "getattr") else None
 
     def load(self) -> Any:
-        call = super().load()
+        """A call. In place of one that is refused, a call that answers so: torch would log a traceback for an error."""
+        try:
+            return self._checked(super().load())
+        except Exception as error:
+            return internal.PythonUDF(_refuse, (f"{type(error).__name__}: {error}"[:_MOST_REASON],), {})
+
+    def _checked(self, call: Any) -> Any:
         good = type(call) is internal.PythonUDF and type(call.func) is _Call and type(call.args) is tuple
         if not good or type(call.kwargs) is not dict or call.kwargs or call.func.name != name_of_call(self._message):
             raise pickle.UnpicklingError("refused: a message that is not one of the five calls")
+        if len(call.args) != _NUM_ARGUMENTS[call.func.name]:
+            raise pickle.UnpicklingError(f"refused: {call.func.name} with {len(call.args)} arguments")
         return call._replace(func=_CALLS[call.func.name])
 
 
@@ -185,6 +197,10 @@ def _tensor_receiver_or_member(owner: object, name: object) -> Any:
     if (owner is protocol.Verdict or owner is protocol.Staleness) and type(name) is str and name in owner.__members__:
         return owner[name]
     return _tensor_receiver(owner, name)
+
+
+def _refuse(reason: str) -> internal.RemoteException:
+    return internal.RemoteException(reason, RuntimeError)
 
 
 def restrict(unpickler: type[RestrictedUnpickler]) -> None:

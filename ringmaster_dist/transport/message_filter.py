@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from ringmaster_dist.transport import tensorpipe
 from ringmaster_dist.transport.tensorpipe import LENGTH_BYTES, ProtocolError
 
-_MOST_CALL_BYTES = 1 << 14  # the largest call, a request to join, has a few hundred
+_MOST_CALL_BYTES, _MOST_JOIN_BYTES = 1 << 10, 1 << 14  # a request to join lists the devices of a machine
 _MOST_RESULT_BYTES = 1 << 20  # the largest result, a welcome, has the run's configuration
 _MOST_SMALL_BYTES = 1 << 12  # brochures, descriptors
 _ANNOUNCED_SECONDS = 60.0  # a tensor's bytes wait this long for the announcement on the other connection
@@ -32,6 +32,7 @@ _NO_LIMIT = float("inf")
 _OVER = -1  # in place of an announced length
 _MOST_TENSORS = 2  # of calls of one worker at a time; a worker has one, which may just have passed
 _MOST_UNANSWERED = 16  # calls of one worker; a worker makes one at a time, and polls meanwhile
+_CALLS_A_SECOND = 500.0  # of the workers at one address; more have to wait
 _LEAST_BYTES_A_SECOND, _GRACE_SECONDS = 1 << 15, 30.0  # a tensor that is slower than both together is given up
 
 
@@ -39,21 +40,29 @@ class Share:
     """What the workers at one address may use of the server together; by default all. Any thread may call it.
 
     At most ``most_tensors`` are on their way, both ways. After ``most_joins``, one is allowed every so many seconds.
+    After as many calls as there are in one second, they wait.
     """
 
     def __init__(self, most_tensors: float = _NO_LIMIT, most_joins: float = _NO_LIMIT, every: float = 1.0) -> None:
         self._most_tensors, self._most_joins, self._every = most_tensors, most_joins, every
         self._joins, self._since = most_joins, time.monotonic()
+        self._calls_until = 0.0  # the moment until which the calls so far have used up the allowance
         self._lock = threading.Lock()
         self.num_pipes = self.num_tensors = 0
 
     @property
     def is_used_up(self) -> bool:
-        return self.num_tensors >= self._most_tensors
+        return self.num_tensors >= self._most_tensors or self._calls_until > time.monotonic() + 1.0
 
     def add(self, tensors: int) -> None:
         with self._lock:
             self.num_tensors += tensors
+
+    def call(self) -> None:
+        """Counts a call."""
+        if self._most_joins != _NO_LIMIT:
+            with self._lock:
+                self._calls_until = max(self._calls_until, time.monotonic()) + 1.0 / _CALLS_A_SECOND
 
     def join(self) -> None:
         """Counts a join. Raises ProtocolError if there were too many."""
@@ -276,7 +285,7 @@ class CallFilter(MessageFilter):
     """For calls, which go to the server."""
 
     kinds = frozenset({tensorpipe.PYTHON_CALL})
-    most_message_bytes = _MOST_CALL_BYTES
+    most_message_bytes = _MOST_JOIN_BYTES
 
     @property
     def is_waiting(self) -> bool:
@@ -288,8 +297,11 @@ class CallFilter(MessageFilter):
         return frame
 
     def check_message(self, message: bytes) -> None:
+        self._pipe.share.call()
         if tensorpipe.name_of_call(message[1:]) == "join":  # after a byte that says how it is executed
             self._pipe.share.join()
+        elif len(message) > _MOST_CALL_BYTES:
+            raise ProtocolError(f"a call of {len(message)} bytes; the longest have {_MOST_CALL_BYTES}")
 
     def counted(self, tensor: int | None) -> None:
         if self._pipe.sends_tensors is None:  # its tensors would be counted wrongly, and torch waits for the answer

@@ -24,7 +24,7 @@ def state(version, ended=False):
         live=[0],
         next_worker_id=1,
     )
-    return CheckpointState(core, 12.5, ended, [[0, "digest", 0, 0, 0.0, 1.5, 0.5]], {"trace.jsonl": 10})
+    return CheckpointState(core, 12.5, ended, [[0, "digest", 0, 0, 0.0, 1.5, 0.5, "cpu", "", 1, "host"]], {"trace.jsonl": 10})
 
 
 def save(store, version, term=0):

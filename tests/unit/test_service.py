@@ -1,7 +1,5 @@
 """The service without a network: sessions, leases and waiting calls. The test sets the clock."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -495,8 +493,6 @@ def test_the_server_knows_the_device_of_each_worker_also_after_a_restart():
     state = stage.service.capture()
     assert all(len(line) == 11 for line in state.members)
     from_checkpoint, lost = Stage(state=state), Stage(restarted=True)
-    old = dataclasses.replace(state, members=[line[:7] for line in state.members])  # of version 0.3
-    assert [member.seat.device for member in Stage(state=old).service.workers.values()] == [Device()] * 4
     for restarted in (from_checkpoint, lost):
         for session in sessions:
             restarted.push(session, 0, 0)

@@ -31,6 +31,7 @@ from ringmaster_dist.problems.nanochat.tokenizer import BytePairs
 _FORMAT = 1
 _BUFFERED_DOCUMENTS = 1000
 _DOCUMENTS_PER_BATCH = 512
+_CHARACTERS_PER_BATCH = 1 << 24
 _VALIDATION_EVERY = 20  # a corpus without validation files validates on one document in this many
 _PARTS = ("train", "validation")
 _TOKENIZER = "tokenizer.json"  # in the folder of rows whose tokenizer was trained for them
@@ -246,11 +247,25 @@ class _Parts:
 
 
 def _tokens(parts: _Parts, name: str, tokenizer: Encoder, progress: Progress) -> Iterator[np.ndarray]:
-    texts, done = parts.texts(name), 0
-    while batch := list(islice(texts, _DOCUMENTS_PER_BATCH)):
+    done = 0
+    for batch in _batches(parts.texts(name)):
         progress(0.3 + 0.7 * done / parts.counts[name], f"tokenizing and packing the {name} part")
         yield from tokenizer.encode_documents(batch)
         done += len(batch)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts to tokenize together: not too many, and of long ones fewer, because all are in memory at once."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if len(batch) == _DOCUMENTS_PER_BATCH or size >= _CHARACTERS_PER_BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _cut(stream: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
