@@ -202,7 +202,7 @@ def build_fingerprint(layout: Layout, problem: Problem) -> str:
 
 def explain_difference(mine: str, servers: str) -> str:
     """Why two fingerprints differ, and what to do about it."""
-    (my_version, my_layout, _), (version, layout, _) = mine.split("/"), servers.split("/")
+    (my_version, my_layout, _), (version, layout, *_) = mine.split("/"), f"{servers}//".split("/")
     if my_version != version:
         return f"this machine has version {my_version} of ringmaster-dist, the server {version}: install the same"
     if my_layout != layout:

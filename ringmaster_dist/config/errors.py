@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from ringmaster_dist.errors import Mistake
+from ringmaster_dist.errors import Mistake, printable
 from ringmaster_dist.signals import Stopped
 
 
@@ -16,7 +16,7 @@ class UserError(Exception):
 
 def warn(text: str) -> None:
     """Tells the user of something that is allowed and may not be meant."""
-    print(f"ringmaster: warning: {text}", file=sys.stderr, flush=True)
+    print(f"ringmaster: warning: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def exit_code_of(work: Callable[[], int], *, is_quiet: bool = False) -> int:
@@ -30,7 +30,7 @@ def exit_code_of(work: Callable[[], int], *, is_quiet: bool = False) -> int:
         return code
     except (UserError, Mistake) as error:
         if not is_quiet:
-            print(f"ringmaster: {error}", file=sys.stderr)
+            print(f"ringmaster: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         print("ringmaster: stopped", file=sys.stderr)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringmaster_dist.errors import printable
 from ringmaster_dist.observe.page_data import flat
 from ringmaster_dist.observe.records import Summary, objective_of
 from ringmaster_dist.observe.report import FOLDER
@@ -177,6 +178,7 @@ def differences(configs: Sequence[Mapping[str, Any]], ignored: Collection[str]) 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
     """Plain text in columns that are as wide as their content. ``right`` names the columns of numbers."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

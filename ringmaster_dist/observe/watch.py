@@ -7,6 +7,7 @@ With ``metrics`` the same port also answers ``/metrics`` and ``/healthz``, under
 from __future__ import annotations
 
 import html
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from ringmaster_dist.observe.run_files import Recording, RunDirectoryError
 _REFRESH_SECONDS = 2.0
 _REQUEST_SECONDS = 5.0  # a connection without a request is closed then
 _MOST_REQUESTS = 32  # at once; further connections are closed
+_METRICS = {"/metrics", "/healthz"}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _WAITING = (
     "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=1><title>waiting</title>"
@@ -31,6 +33,16 @@ _WAITING = (
 
 
 _NOTHING_YET = (RunDirectoryError, OSError, ValueError, KeyError)  # the files are not there, or not whole
+
+
+def _user_of(port: int, own_port: int) -> int:
+    """The user whose socket at this port is connected to our port on this machine, as the kernel says, or -1."""
+    for table in filter(Path.exists, (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))):
+        for line in table.read_text().splitlines()[1:]:
+            _, local, remote, *rest = line.split()
+            if [int(end.rpartition(":")[2], 16) for end in (local, remote)] == [port, own_port]:
+                return int(rest[4])
+    return -1
 
 
 class _Answer(NamedTuple):
@@ -46,12 +58,18 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], pages: Mapping[str, Callable[[], _Answer]]) -> None:
-        self.pages = pages
+        self.pages, self.open_pages = pages, _METRICS & pages.keys()
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
         super().__init__(address, _Handler)
 
+    def is_for(self, client_address: Any, path: str = "") -> bool:
+        """Whether the peer may ask. On loopback a page is for the user who serves it, and metrics are for all."""
+        if self.server_address[0] not in _LOOPBACK or path in self.open_pages or (self.open_pages and not path):
+            return True
+        return _user_of(client_address[1], self.server_address[1]) in (os.getuid(), 0)
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._slots.acquire(blocking=False):
+        if self.is_for(client_address) and self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -134,6 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self._is_meant():
             return self._answer(HTTPStatus.FORBIDDEN, "text/plain", "ask by the address that was printed")
+        if not self.server.is_for(self.client_address, self.path):
+            return self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this page is for the user who serves it")
         if self.path not in self.server.pages:
             known = " and ".join(self.server.pages)
             return self._answer(HTTPStatus.NOT_FOUND, "text/plain", f"there is {known}")

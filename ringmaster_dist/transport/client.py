@@ -273,11 +273,11 @@ def ask_about(server: str, token: str, seconds: float) -> dict[str, Any]:
     stream = dial(server, identity.worker_context(token, identity.ABOUT), seconds)
     asked, text, buffer = time.time(), b"", memoryview(bytearray(4096))
     try:
-        while count := stream.receive_into(buffer):
+        while (count := stream.receive_into(buffer)) and len(text) < len(buffer):
             text += buffer[:count]
-        about: dict[str, Any] = json.loads(text)
+        about: dict[str, Any] = dict.fromkeys(agent.versions(), "unknown") | json.loads(text)
         about["skew_seconds"] = (asked + time.time()) / 2 - about["time"]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unreachable(f"the server at {server} did not say what it is ({error})") from error
     finally:
         stream.socket.close()

@@ -11,6 +11,7 @@ from typing import Any
 from ringmaster_dist import devices
 from ringmaster_dist.addresses import split
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.errors import printable
 from ringmaster_dist.process_settings import keep_memory
 from ringmaster_dist.protocol import Device
 from ringmaster_dist.signals import Stopped
@@ -58,16 +59,16 @@ def work(
             talk.waits(where)
         worker.run()
     except Refused as error:
-        print(f"ringmaster worker: the server at {where} refused: {error}", file=sys.stderr)
+        print(f"ringmaster worker: the server at {where} refused: {printable(error)}", file=sys.stderr)
         return 2
     except UserError as error:
-        print(f"ringmaster worker: the run at {where} cannot be joined from here: {error}", file=sys.stderr)
+        print(f"ringmaster worker: the run at {where} cannot be joined from here: {printable(error)}", file=sys.stderr)
         return 2
     except AuthenticationFailed as error:
-        print(f"ringmaster worker: {error}", file=sys.stderr)
+        print(f"ringmaster worker: {printable(error)}", file=sys.stderr)
         return 2
     except (Lost, Failed, Incompatible) as error:
-        print(f"ringmaster worker: {error}", file=sys.stderr)
+        print(f"ringmaster worker: {printable(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
         print("ringmaster worker: stopped", file=sys.stderr)

@@ -11,7 +11,7 @@ from ringmaster_dist.server.checkpoints import Checkpoints, CheckpointState, Unu
 from ringmaster_dist.server.core import CoreState
 
 
-def state(version, ended=False):
+def state(version, ended=False, slot=0):
     core = CoreState(
         iterate=torch.full((1000,), float(version)),
         momentum=torch.zeros(1000),
@@ -24,7 +24,8 @@ def state(version, ended=False):
         live=[0],
         next_worker_id=1,
     )
-    return CheckpointState(core, 12.5, ended, [[0, "digest", 0, 0, 0.0, 1.5, 0.5, "cpu", "", 1, "host"]], {"trace.jsonl": 10})
+    member = [0, "digest", slot, 0, 0.0, 1.5, 0.5, "cpu", "", 1, "host"]
+    return CheckpointState(core, 12.5, ended, [member], {"trace.jsonl": 10})
 
 
 def save(store, version, term=0):
@@ -116,3 +117,11 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path):
     with pytest.raises(OSError, match="checkpoints"):
         save(Checkpoints(tmp_path / "checkpoints"), 10)
     assert os.listdir(tmp_path) == ["checkpoints"]
+
+
+def test_a_member_that_cannot_be_one_is_damage(tmp_path):
+    """A slot stands for as many entries of a delay profile."""
+    store = Checkpoints(tmp_path)
+    store.save(state(5, slot=900_000_000), 0)
+    with pytest.raises(Unusable, match="slot 900000000 is not a place"):
+        store.newest()

@@ -4,14 +4,23 @@ import json
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import yaml
 
 from ringmaster_dist import foreign
 from ringmaster_dist.cli.main import main
+from ringmaster_dist.config.build import cache_folder
 from ringmaster_dist.config.compose import from_yaml
 from ringmaster_dist.config.errors import UserError
+from ringmaster_dist.config.own_code import A_WORKER, allow
+from ringmaster_dist.config.schema import DataConfig
+from ringmaster_dist.errors import printable
+from ringmaster_dist.files import locked, open_private
+from ringmaster_dist.observe.run_files import RunFiles
+from ringmaster_dist.observe.run_list import table
+from ringmaster_dist.runtime.preparation import prepare
 from ringmaster_dist.worker.job import make_job
 
 QUICK = ["problem.dim=20", "cluster.workers=2", "budget.updates=20", "run.report=false"]
@@ -126,3 +135,110 @@ def test_a_huge_number_of_a_worker_takes_no_memory(given, capsys):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["report", str(given)]) == 2
     assert "2000000000" in capsys.readouterr().err
+
+
+def test_a_directory_does_not_choose_where_data_is_kept_or_fetched_from(given, tmp_path, monkeypatch):
+    config = yaml.safe_load((given / "config.yaml").read_text())
+    config["data"] = {"name": "climbmix", "cache": str(given / "cache"), "url": "http://127.0.0.1:1/evil"}
+    monkeypatch.setenv("RINGMASTER_CACHE", str(tmp_path / "own"))
+    typed = from_yaml(yaml.dump(config) + "\n")
+    allow(typed, "")
+    assert cache_folder(typed) == tmp_path / "own"
+    assert typed.data.url == DataConfig().url
+    typed = from_yaml(yaml.dump(config) + "\n")
+    allow(typed, "", A_WORKER)  # a server may name a mirror of the texts
+    assert cache_folder(typed) == tmp_path / "own"
+    assert typed.data.url == config["data"]["url"]
+
+
+def snapshot(folder):
+    """All that a folder holds."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("name", [".config.yaml", ".lock", "commands.txt", "trace.jsonl", "checkpoints", ".address"])
+def test_a_resumed_directory_has_no_links(name, given, tmp_path, capsys):
+    """What the server writes there would be written over another file."""
+    target = tmp_path / "precious"
+    if name == "checkpoints":
+        shutil.move(given / name, target)
+    else:
+        target.write_text("mine")
+        (given / name).unlink(missing_ok=True)
+    (given / name).symlink_to(target)
+    before = snapshot(tmp_path)
+    assert main(["train", f"resume={given}", "budget.updates=30"]) == 2
+    assert "is a link" in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_private(tmp_path / "link", "a")
+    with pytest.raises(OSError, match="symbolic links"), locked(tmp_path / "link"):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("server", "host", "0.0.0.0"), ("server", "tls", False), ("server", "insecure", True), ("logger", "name", "wandb"),
+     ("checkpoint", "mirror", "memory://elsewhere")],
+)  # fmt: skip
+def test_a_resumed_directory_reaches_nobody_by_itself(section, key, value, given, capsys):
+    path = given / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config[section] = {**config.get(section, {}), key: value}
+    path.write_text(yaml.dump(config))
+    before = snapshot(given)
+    assert main(["train", f"resume={given}", "budget.updates=30"]) == 2
+    word = f"{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
+    assert word in capsys.readouterr().err
+    assert snapshot(given) == before
+    assert RunFiles(given).resume_command == f"ringmaster train resume={given} {word}"
+
+
+def test_the_maker_of_a_resumed_directory_does_not_know_its_secrets(given):
+    """Nor does it choose the address at which workers look for the server."""
+    (given / "token").write_text("a")
+    (given / "sessions").write_text("known")
+    (given / "address").write_text("127.0.0.1:1")
+    prepare([f"resume={given}", "budget.updates=30"])
+    assert len((given / "token").read_text()) == 32
+    assert not (given / "sessions").exists()
+    assert not (given / "address").exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("version", 600_000_000), ("version", -1), ("worker", 2_000_000_000)])
+def test_a_trace_takes_no_more_memory_than_its_lines(key, value, given, capsys):
+    path = given / "trace.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[7][key] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(given)]) == 2
+    assert "line 8 is not a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["compressed", "bytearray", "other"])
+def test_a_file_of_torch_that_expands_is_refused(how, tmp_path, capsys):
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if how == "compressed" else zipfile.ZIP_STORED) as archive:
+        archive.writestr(
+            "x/data.pkl", b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R." if how == "bytearray" else b"0" * 9
+        )
+    if how == "other":
+        path.write_bytes(b"0" * 100)
+    assert main(["simulate", f"init={path}", *QUICK, f"run.dir={tmp_path}/run"]) == 2
+    words = {
+        "compressed": "is compressed",
+        "bytearray": "other things than tensors",
+        "other": "not a file of torch.save",
+    }
+    assert words[how] in capsys.readouterr().err
+
+
+def test_a_text_for_a_terminal_has_no_control_characters():
+    assert printable("a\x1b[2Jb\u202ec\n\u00e9") == "a\\x1b[2Jb\\u202ec\n\u00e9"
+    assert "\x1b" not in table(["name"], [["\x1b]0;owned\x07"]])

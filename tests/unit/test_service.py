@@ -578,3 +578,15 @@ def test_figures_are_read_at_one_moment():
     stage.service.keep_next_update()
     assert stage.service.measure().meter.kept is None
     assert figures.meter.kept is not None  # it is a copy
+
+
+def test_one_worker_does_not_decide_that_no_gradient_is_a_number_any_more():
+    stage = Stage(max_invalid=1000)
+    good, bad = stage.session(), stage.session()
+    stage.push(good, 0, 0)
+    for sequence in range(40):
+        stage.push(bad, sequence, stage.service.core.version, math.nan)
+    assert stage.service.core.invalid == 40
+    assert not stage.service.all_are_invalid
+    stage.push(good, 1, stage.service.core.version, math.nan)
+    assert stage.service.all_are_invalid

@@ -390,3 +390,22 @@ def test_calls_whose_answers_are_not_read_end_a_connection():
     list(checked.filter(memoryview(framed(BROCHURE))))
     with pytest.raises(ProtocolError, match="more calls than it reads answers to"):
         list(checked.filter(memoryview(message(CALL) * 100)))
+
+
+def test_calls_of_one_address_wait_when_there_are_too_many():
+    """Pickles are read in Python, one at a time, also those of all others."""
+    share = Share(most_tensors=8, most_joins=10)
+    pipe = Pipe("w", 400, share, sends_tensors=True)
+    checked = CallFilter(pipe)
+    for _ in range(400):
+        share.call()
+    assert not checked.is_waiting
+    for _ in range(800):
+        share.call()
+    assert checked.is_waiting
+    local = Share()  # of a worker of the same user on this machine
+    for _ in range(10_000):
+        local.call()
+    assert not local.is_used_up
+    with pytest.raises(ProtocolError, match="a call of 2103 bytes; the longest have 1024"):
+        list(CallFilter(pipe).filter(memoryview(framed(BROCHURE) + message(CALL + bytes(2000)))))

@@ -1,7 +1,10 @@
 """The live page of a run: what it serves, to which clients, and what it shows before the run has files."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -109,3 +112,25 @@ def test_a_run_cannot_name_a_part_of_the_page(tmp_path):
     text = page({"runs": [{"name": name}]})
     assert text.count('"runs"') == 1  # the data is there once
     assert "<title>@DATA@ @TITLE@ &lt;/script&gt;</title>" in text
+
+
+def test_on_loopback_the_page_is_for_the_user_who_serves_it(watcher, tmp_path):
+    """Another user gets no page, and 64 idle connections of that user keep nobody out."""
+    port = int(watcher.url.rpartition(":")[2].strip("/"))
+    other = """import encodings.idna, os, socket, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+several = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(64)]
+several[0].sendall(b"GET / HTTP/1.0\\r\\nHost: 127.0.0.1:1\\r\\n\\r\\n")
+try:
+    print(several[0].recv(1000), flush=True)
+except ConnectionError:
+    print(b"", flush=True)
+sys.stdin.read()"""
+    command = [sys.executable, "-c", other, str(port)]
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"b''\n"
+        for _ in range(5):
+            assert urllib.request.urlopen(watcher.url).status == 200
+        process.stdin.close()
