@@ -1,5 +1,7 @@
 """The service without a network: sessions, leases and waiting calls. The test sets the clock."""
 
+import math
+
 import pytest
 import torch
 
