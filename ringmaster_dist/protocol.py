@@ -7,7 +7,7 @@ seconds.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -221,3 +221,17 @@ class Staleness(str, Enum):
     AGAIN = "again"  # it may still be accepted: ask again
     ENDED = "ended"  # the run is over
     UNKNOWN = "unknown"  # this server does not know the session
+
+
+class Handlers(Protocol):
+    """What the server implements. RPC threads call it, several at once. It must not raise."""
+
+    def join(self, request: JoinRequest) -> torch.futures.Future[Welcome]: ...
+
+    def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply: ...
+
+    def push(self, session: str, push: Push) -> torch.futures.Future[Reply]: ...
+
+    def await_stale(self, session: str, term: int, version: int) -> torch.futures.Future[Staleness]: ...
+
+    def leave(self, session: str) -> None: ...

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from ringmaster_dist.addresses import resolve, split
 from ringmaster_dist.doctor import Finding
 from ringmaster_dist.protocol import Interruptions
-from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable
+from ringmaster_dist.transport import AuthenticationFailed, Incompatible, Unreachable, identity
 from ringmaster_dist.transport.agent import versions
-from ringmaster_dist.transport.client import Client, ask_about, is_ringmaster
+from ringmaster_dist.transport.client import Client, dial, is_ringmaster
 
 _CONNECT_SECONDS, _CALL_SECONDS = 3.0, 10.0  # how long it waits for a connection, and for an answer
 _SKEW_SECONDS = 2.0  # clocks may differ by this much
+
+
+def _ask_about(server: str, token: str, seconds: float) -> dict[str, Any]:
+    """The versions that a server runs, and by how much its clock is behind. Blocks and raises as `dial` does."""
+    stream = dial(server, identity.worker_context(token, identity.ABOUT), seconds)
+    asked, text, buffer = time.time(), b"", memoryview(bytearray(4096))
+    try:
+        while (count := stream.receive_into(buffer)) and len(text) < len(buffer):
+            text += buffer[:count]
+        about: dict[str, Any] = dict.fromkeys(versions(), "unknown") | json.loads(text)
+        about["skew_seconds"] = (asked + time.time()) / 2 - about["time"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Unreachable(f"the server at {server} did not say what it is ({error})") from error
+    finally:
+        stream.socket.close()
+    return about
 
 
 def server_findings(server: str, token: str | None) -> Iterator[Finding]:
@@ -30,7 +48,7 @@ def server_findings(server: str, token: str | None) -> Iterator[Finding]:
                       "RINGMASTER_TOKEN")  # fmt: skip
         return
     try:
-        about = ask_about(server, token, _CONNECT_SECONDS)
+        about = _ask_about(server, token, _CONNECT_SECONDS)
     except Unreachable as error:
         yield Finding("port", False, f"{error}: is the run still on (RUN_DIR/address), is server.host an address other "
                       "machines can reach, does a firewall stand between?")  # fmt: skip

@@ -25,34 +25,29 @@ import os
 import pickle
 import pickletools
 import platform
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed import HashStore, rpc  # type: ignore[attr-defined]
 from torch.distributed.rpc import api, internal
 
 from ringmaster_dist import __version__, protocol
-from ringmaster_dist.protocol import PROTOCOL_VERSION, Interruptions, JoinRequest, Push, Reply, Staleness, Welcome
+from ringmaster_dist.protocol import (
+    PROTOCOL_VERSION,
+    Handlers,
+    Interruptions,
+    JoinRequest,
+    Push,
+    Reply,
+    Staleness,
+    Welcome,
+)
 from ringmaster_dist.transport.loopback import LOOPBACK, Listener, start_closed
 from ringmaster_dist.transport.tensorpipe import name_of_call
 
 SERVER = "server"  # the name of the server's agent
 
 # --- the five calls, which run on the server -------------------------------------------------------------------------
-
-
-class Handlers(Protocol):
-    """What the server implements. RPC threads call it, several at once. It must not raise."""
-
-    def join(self, request: JoinRequest) -> torch.futures.Future[Welcome]: ...
-
-    def fetch(self, session: str, term: int, known_version: int, interruptions: Interruptions) -> Reply: ...
-
-    def push(self, session: str, push: Push) -> torch.futures.Future[Reply]: ...
-
-    def await_stale(self, session: str, term: int, version: int) -> torch.futures.Future[Staleness]: ...
-
-    def leave(self, session: str) -> None: ...
 
 
 _handlers: list[Handlers] = []  # one, once this process serves

@@ -8,7 +8,6 @@ answer, it forwards nothing. The agent's own listener accepts no connection.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -17,7 +16,6 @@ import secrets
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -73,7 +71,8 @@ class Client:
         name = f"{machine}:{os.getpid()}:{secrets.token_hex(8)}"
         first = dial(server, context, connect_seconds)
         process = loopback.greet_neighbour(split(server)[1], joined(*address_of(first.socket.getsockname())))
-        pipe = Pipe("the server", most_tensor_bytes or _memory_bytes(), process=process)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        pipe = Pipe("the server", most_tensor_bytes or memory, process=process)
         self._tunnel = Tunnel(first, lambda: dial(server, context, connect_seconds), pipe)
         try:
             agent.start_worker_agent(name, self._tunnel.address, call_seconds, cma=bool(process), insecure=insecure)
@@ -148,10 +147,6 @@ def _main_line(text: str) -> str:
     """The line of a remote error that says what went wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if "On WorkerInfo(" not in line), text)
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Tunnel:
@@ -266,22 +261,6 @@ def _connect(server: str, seconds: float) -> socket.socket:
         return socket.create_connection(split(server), timeout=seconds)
     except (OSError, UnicodeError) as error:
         raise Unreachable(f"no server at {server} ({getattr(error, 'strerror', None) or error})") from error
-
-
-def ask_about(server: str, token: str, seconds: float) -> dict[str, Any]:
-    """The versions that a server runs, and by how much its clock is behind. Blocks and raises as `dial` does."""
-    stream = dial(server, identity.worker_context(token, identity.ABOUT), seconds)
-    asked, text, buffer = time.time(), b"", memoryview(bytearray(4096))
-    try:
-        while (count := stream.receive_into(buffer)) and len(text) < len(buffer):
-            text += buffer[:count]
-        about: dict[str, Any] = dict.fromkeys(agent.versions(), "unknown") | json.loads(text)
-        about["skew_seconds"] = (asked + time.time()) / 2 - about["time"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Unreachable(f"the server at {server} did not say what it is ({error})") from error
-    finally:
-        stream.socket.close()
-    return about
 
 
 def is_ringmaster(server: str, seconds: float) -> bool:

@@ -21,6 +21,7 @@ import torch
 
 from ringmaster_dist import addresses
 from ringmaster_dist.process_settings import raise_descriptor_limit
+from ringmaster_dist.protocol import Handlers
 from ringmaster_dist.transport import agent, loopback
 from ringmaster_dist.transport.gate import Settings
 from ringmaster_dist.transport.streams import shut
@@ -50,7 +51,7 @@ class Host:
     """
 
     def __init__(
-        self, handlers: agent.Handlers, host: str, port: int, *, token: str, tensor_bytes: int, threads: int,
+        self, handlers: Handlers, host: str, port: int, *, token: str, tensor_bytes: int, threads: int,
         timeout: float, tls: bool = True, insecure: bool = False, handshake_seconds: float,
         workers_per_address: int = 64,
     ) -> None:  # fmt: skip

@@ -81,10 +81,10 @@ class Flow:
     def __init__(self, share: Share) -> None:
         self._share = share
         self._announced: queue.SimpleQueue[int] = queue.SimpleQueue()  # lengths of tensors yet to come
-        self._deadlines: deque[float] = deque()  # of the tensors that have not passed completely
+        self.deadlines: deque[float] = deque()  # of the tensors that have not passed completely
 
     def announce(self, length: int) -> None:
-        self._deadlines.append(time.monotonic() + _GRACE_SECONDS + length / _LEAST_BYTES_A_SECOND)
+        self.deadlines.append(time.monotonic() + _GRACE_SECONDS + length / _LEAST_BYTES_A_SECOND)
         self._share.add(1)
         self._announced.put(length)
 
@@ -98,26 +98,22 @@ class Flow:
             raise ConnectionAbortedError("the connection for calls has ended")
         return length
 
-    @property
-    def num_on_way(self) -> int:
-        return len(self._deadlines)
-
     def passed(self) -> None:
         with contextlib.suppress(IndexError):  # `end` was first
-            self._deadlines.popleft()
+            self.deadlines.popleft()
             self._share.add(-1)
 
     @property
     def deadline(self) -> float:
         try:
-            return self._deadlines[0]
+            return self.deadlines[0]
         except IndexError:
             return float("inf")
 
     def end(self) -> None:
         """The pipe has ended, and with it the tensors on their way. A thread that waits for the next one is woken."""
         self._announced.put(_OVER)
-        while self._deadlines:
+        while self.deadlines:
             self.passed()
 
 
@@ -243,7 +239,7 @@ class MessageFilter(Filter):
         if not self._has_first:
             frame, self._has_first = self.check_first(frame), True
         elif not self._expected:
-            self._begin(tensorpipe.read_descriptor(frame))
+            self._begin(*tensorpipe.read_descriptor(frame))
         else:
             self._expected.pop(0)
             remaining = len(self._expected)
@@ -256,18 +252,17 @@ class MessageFilter(Filter):
                 self.counted(self._tensor)
         return frame
 
-    def _begin(self, message: tensorpipe.Descriptor) -> None:
-        kind, number, length, description = message.payloads
+    def _begin(self, payloads: list[int], tensor: int | None) -> None:
+        kind, number, length, description = payloads
         if (kind, number) != (4, 8) or description > _MOST_SMALL_BYTES:
             raise ProtocolError("a message that is not one of torch RPC")
-        if not length or message.tensor == 0:  # torch sends nothing for an empty tensor, and expects nothing
+        if not length or tensor == 0:  # torch sends nothing for an empty tensor, and expects nothing
             raise ProtocolError("an empty message or tensor")
         if length > self.most_message_bytes:
             raise ProtocolError(f"a message of {length} bytes; the longest have {self.most_message_bytes}")
-        if (message.tensor or 0) > self._pipe.most_tensor_bytes:
-            most = f"{self._pipe.most_tensor_bytes:g}"
-            raise ProtocolError(f"a tensor of {message.tensor} bytes where the model needs {most}")
-        self._expected, self._tensor = message.payloads, message.tensor
+        if (tensor or 0) > self._pipe.most_tensor_bytes:
+            raise ProtocolError(f"a tensor of {tensor} bytes where the model needs {self._pipe.most_tensor_bytes:g}")
+        self._expected, self._tensor = payloads, tensor
 
     def check_first(self, frame: bytes) -> bytes:
         """Called with the first frame. Returns the frame to forward in its place."""
@@ -309,7 +304,7 @@ class CallFilter(MessageFilter):
         self._pipe.num_unanswered += 1
         if self._pipe.num_unanswered > _MOST_UNANSWERED:
             raise ProtocolError("more calls than it reads answers to")
-        if tensor and self._pipe.calls.num_on_way >= _MOST_TENSORS:
+        if tensor and len(self._pipe.calls.deadlines) >= _MOST_TENSORS:
             raise ProtocolError("a tensor before the bytes of those before it")
         if tensor and self._pipe.sends_tensors:
             self._pipe.calls.announce(tensor)

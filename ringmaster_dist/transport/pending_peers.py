@@ -36,11 +36,10 @@ _MOST_CUTS = 50  # lines about workers that were cut off, during this time
 _TLS_REASONS = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it has no certificate",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not of this run's token",
-    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust this server: it has another token",
-    "SSLV3_ALERT_BAD_CERTIFICATE": "it does not trust this server: it has another token",
-    "TLSV1_ALERT_DECRYPT_ERROR": "it does not trust this server: it has another token",
     "UNSUPPORTED_PROTOCOL": "it speaks an older TLS than 1.3",
-}
+    **dict.fromkeys(("TLSV1_ALERT_UNKNOWN_CA", "SSLV3_ALERT_BAD_CERTIFICATE", "TLSV1_ALERT_DECRYPT_ERROR"),
+                    "it does not trust this server: it has another token"),
+}  # fmt: skip
 
 
 @dataclass

@@ -126,16 +126,10 @@ def read_answer(frame: bytes) -> Answer:
     )
 
 
-class Descriptor(NamedTuple):
-    """The lengths of a message's parts, in bytes."""
-
-    payloads: list[int]
-    tensor: int | None
-
-
-def read_descriptor(frame: bytes) -> Descriptor:
+def read_descriptor(frame: bytes) -> tuple[list[int], int | None]:
+    """The lengths of a message's payloads and of its tensor, in bytes."""
     *payloads, tensor = _parts(_DESCRIPTOR, frame, "a message")
-    return Descriptor([_number(part) for part in payloads], None if tensor is None else _number(tensor))
+    return [_number(part) for part in payloads], None if tensor is None else _number(tensor)
 
 
 def read_memory_address(frame: bytes) -> int:
