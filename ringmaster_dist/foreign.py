@@ -45,9 +45,12 @@ def refuse_interpolations(values: Any) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises ValueError if a folder has a link in it: what is written there would be written elsewhere."""
+    """Raises ValueError if a folder has a link in it: what is written there would be written elsewhere.
+
+    wandb's own folder has links, which it replaces.
+    """
     for path in folder.rglob("*"):
-        if path.is_symlink():
+        if path.is_symlink() and folder / "wandb" not in path.parents:
             raise ValueError(f"{path} is a link: a directory that is written to has to be without links")
 
 

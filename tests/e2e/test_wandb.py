@@ -62,6 +62,10 @@ def test_an_offline_run_is_read_back_and_resumed(tmp_path):
     uploaded |= {artifact.type for artifact in only(found, "artifact")}
     assert {"checkpoint", "model"} <= uploaded
     again = ringmaster("train", f"resume={run}", "budget.updates=120")
+    assert again.returncode == 2  # a directory does not decide by itself where it is logged
+    words = "logger.name=wandb_offline logger.artifacts=true"
+    assert f"add {words}" in again.stderr
+    again = ringmaster("train", f"resume={run}", "budget.updates=120", *words.split())
     assert again.returncode == 0, again.stderr
     ids = {path.name.rpartition("-")[2] for path in run.glob("wandb/offline-run-*")}
     assert ids == {about.run_id}
